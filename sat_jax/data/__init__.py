@@ -1,0 +1,1 @@
+"""Prompts in, batches out: sources, tokenizer, chat templates, the order of prompts, packing."""
