@@ -1,0 +1,146 @@
+"""A verifiable task small enough for two cores: sort the digits.
+
+A prompt is a few digits and ``=``, the answer is the same digits in ascending order, the reward is exact match. The
+warm start's demonstrations answer only some of the prompts that way; the others are sorted in descending order or
+copied. The base model thus half-knows the task, and reinforcement learning has something to select.
+
+Problems are split into ``train`` and ``test`` by their *multiset* of digits: a held-out problem is not even a
+permutation of one that was trained on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from sat_jax.data.tokenizer import Tokenizer
+from sat_jax.types import Prompt
+
+Split = Literal["train", "test"]
+
+PAD, EOS = "<pad>", "<eos>"
+SYMBOLS = (PAD, EOS, "<bos>", "<unk>", "=", " ", *"0123456789")
+"""The vocabulary: 16 symbols, id = position."""
+
+_FIRST_DIGIT, _EQUALS = SYMBOLS.index("0"), SYMBOLS.index("=")
+
+
+@dataclasses.dataclass(frozen=True)
+class SortTask:
+    """Sort ``n_digits`` digits.
+
+    Attributes:
+        n_digits: digits in a problem, 1 to 6: every problem is enumerated.
+        held_out: share of the multisets of digits that only the test split has.
+        ascending: share of demonstrations with the right answer.
+        descending: share of demonstrations in descending order; the rest are copies of the problem.
+    """
+
+    n_digits: int = 6
+    held_out: float = 0.1
+    ascending: float = 0.35
+    descending: float = 0.35
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n_digits <= 6:
+            raise ValueError(f"n_digits = {self.n_digits}: the toy task sorts 1 to 6 digits; choose one of these")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out = {self.held_out}: must lie between 0 and 1, so that both splits have problems")
+        if min(self.ascending, self.descending) < 0 or self.ascending + self.descending > 1:
+            raise ValueError(
+                f"ascending = {self.ascending} and descending = {self.descending}: shares are at least 0 and add up to "
+                "at most 1; the rest are copies"
+            )
+
+    def is_held_out(self, digits: np.ndarray) -> np.ndarray:
+        """bool [N]: which rows of ``digits`` (int [N, n_digits]) belong to the test split; permutations agree."""
+        powers = 10 ** np.arange(self.n_digits)[::-1]
+        return _held_out_table(self.n_digits, self.held_out)[np.sort(digits, axis=-1) @ powers]
+
+    def sample(self, rng: np.random.Generator, n: int, split: Split = "train") -> np.ndarray:
+        """int [n, n_digits]: independent problems of one split, repetitions possible."""
+        wanted, rows, have = split == "test", [], 0
+        while have < n:
+            digits = rng.integers(0, 10, (2 * n + 64, self.n_digits))
+            rows.append(digits[self.is_held_out(digits) == wanted])
+            have += len(rows[-1])
+        return np.concatenate(rows)[:n]
+
+    def prompts(self, tokenizer: Tokenizer, split: Split, n: int, seed: int = 0) -> list[Prompt]:
+        """``n`` different problems of one split, the same for the same seed; ``prompt_id`` is the problem itself.
+
+        Raises:
+            ValueError: the split has fewer than ``n`` problems.
+        """
+        powers = 10 ** np.arange(self.n_digits)[::-1]
+        everything = np.arange(10**self.n_digits)[:, None] // powers % 10
+        available = everything[self.is_held_out(everything) == (split == "test")]
+        if n > len(available):
+            raise ValueError(
+                f"{n} {split} problems wanted, {len(available)} of {self.n_digits} digits exist: ask for fewer"
+            )
+        chosen = np.random.default_rng(seed).permutation(len(available))[:n]
+        return [self._prompt(tokenizer, row) for row in available[chosen]]
+
+    def _prompt(self, tokenizer: Tokenizer, digits: np.ndarray) -> Prompt:
+        problem = "".join(map(str, digits))
+        text = problem + "="
+        return Prompt(
+            prompt_id=problem,
+            text=text,
+            token_ids=np.array(tokenizer.encode(text), np.int32),
+            answer="".join(sorted(problem)),
+            source=f"sort{self.n_digits}",
+        )
+
+    def demonstrations(self, rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """``n`` examples for the warm start, all from training problems.
+
+        Returns:
+            ``prompt_ids`` int32 [n, n_digits + 1], ending in ``=``, and ``target_ids`` int32 [n, n_digits + 1], ending in
+            the end-of-sequence token.
+        """
+        digits = self.sample(rng, n, "train")
+        up = np.sort(digits, axis=-1)
+        kind = rng.random(n)[:, None]
+        shown = np.where(
+            kind < self.ascending, up, np.where(kind < self.ascending + self.descending, up[:, ::-1], digits)
+        )
+        prompt_ids = np.concatenate([digits + _FIRST_DIGIT, np.full((n, 1), _EQUALS)], axis=1)
+        target_ids = np.concatenate([shown + _FIRST_DIGIT, np.full((n, 1), SYMBOLS.index(EOS))], axis=1)
+        return prompt_ids.astype(np.int32), target_ids.astype(np.int32)
+
+
+@functools.lru_cache(maxsize=8)
+def _held_out_table(n_digits: int, share: float) -> np.ndarray:
+    """bool [10 ** n_digits], indexed by the sorted digits read as a number."""
+    table = np.zeros(10**n_digits, bool)
+    for multiset in itertools.combinations_with_replacement("0123456789", n_digits):
+        text = "".join(multiset)
+        digest = hashlib.sha256(f"sort:{text}".encode()).digest()
+        table[int(text)] = int.from_bytes(digest[:8], "big") < share * 2**64
+    table.flags.writeable = False
+    return table
+
+
+def write_tokenizer(folder: str | Path) -> Path:
+    """Write the toy's ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is returned."""
+    backend = tokenizers.Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([s for s in SYMBOLS if s.startswith("<")])
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD, "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return folder
