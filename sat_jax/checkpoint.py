@@ -19,7 +19,8 @@ from sat_jax.types import Group, Prompt, TrainState, Trajectory
 
 
 class Checkpoints:
-    """The ``checkpoints/`` folder of a run. ``save`` returns once the arrays are copied; ``close`` waits for the disk."""
+    """The ``checkpoints/`` folder of a run. ``save`` returns once the arrays are copied; ``close`` waits for the
+    disk."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self._folder = folder.resolve()
@@ -67,8 +68,8 @@ class Checkpoints:
             )
         except (ValueError, KeyError) as error:
             raise ValueError(
-                f"checkpoint {step} in {self._folder} does not fit this configuration ({str(error).splitlines()[0]}): resume "
-                "with the model and optimizer that wrote it"
+                f"checkpoint {step} in {self._folder} does not fit this configuration "
+                f"({str(error).splitlines()[0]}): resume with the model and optimizer that wrote it"
             ) from error
         return restored["state"], host["host"], unpack_groups(host["groups"], restored["queue"])
 

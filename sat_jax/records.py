@@ -1,4 +1,5 @@
-"""Frozen dataclasses to and from plain JSON, strictly: a misspelt or surplus key is an error that names the nearest one."""
+"""Frozen dataclasses to and from plain JSON, strictly: a misspelt or surplus key is an error that names the nearest
+one."""
 
 from __future__ import annotations
 
@@ -29,15 +30,17 @@ def to_dict(record: Any) -> Any:
         return [to_dict(v) for v in record]
     if record is None or isinstance(record, bool | int | float | str):
         return record
-    raise ValueError(f"cannot write {record!r} as JSON: configurations hold dataclasses, tuples, mappings and scalars only")
+    raise ValueError(
+        f"cannot write {record!r} as JSON: configurations hold dataclasses, tuples, mappings and scalars only"
+    )
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
     """Rebuild dataclass ``cls`` from what ``to_dict`` wrote.
 
     Raises:
-        ValueError: a key that ``cls`` does not have (with the nearest one), a missing required key, a value of the wrong
-            type; the message carries the dotted path.
+        ValueError: a key that ``cls`` does not have (with the nearest one), a missing required key, a value of the
+            wrong type; the message carries the dotted path.
     """
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]

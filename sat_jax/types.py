@@ -6,8 +6,8 @@ Axis letters, used in every docstring of the project:
     L mixture-of-experts layers, E experts, K experts per token (top-k), V vocabulary, D width.
 
 Alignment, decided once: every ``[B, T]`` array is aligned with ``tokens``. Entry ``t`` belongs to the token at position
-``t``; its log-prob is ``log p(tokens[t] | tokens[<t])``, so entry 0 of a sequence is never a target. Routed experts follow
-the same rule from the other side: row ``t`` holds the experts that processed token ``t`` as an *input*.
+``t``; its log-prob is ``log p(tokens[t] | tokens[<t])``, so entry 0 of a sequence is never a target. Routed experts
+follow the same rule from the other side: row ``t`` holds the experts that processed token ``t`` as an *input*.
 
 Host records (``Prompt``, ``Trajectory``, ``Group``) are numpy and plain Python; device records (``Batch``,
 ``TrainState``) are pytrees.
@@ -62,8 +62,9 @@ class Trajectory:
         response_ids: int32 [R]; the end-of-sequence token is part of it where one was sampled.
         log_probs: float32 [R], nats: the engine's own log-probs of ``response_ids``, at the sampling temperature.
         policy_versions: int32 [R]: the learner version whose weights sampled each token.
-        routed_experts: int [P + R - 1 or P + R, L, K]: experts that processed each input token, or None for dense models
-            and engines that do not report them. The last sampled token is never fed back, so its row may be missing.
+        routed_experts: int [P + R - 1 or P + R, L, K]: experts that processed each input token, or None for dense
+            models and engines that do not report them. The last sampled token is never fed back, so its row may be
+            missing.
         finish_reason: ``stop``, ``length`` (truncated) or ``abort``.
         text: the decoded response, special tokens removed.
         reward: None until graded.
