@@ -1,0 +1,256 @@
+"""Reading a run folder back: what the report, the summary table and the terminal viewers look at."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sat_jax.metrics import EVALUATIONS_FILE, METRICS_FILE, RESUMES_FILE, SAMPLES_FILE, Truncation
+
+Histogram = Mapping[str, int]
+"""Value -> count, as ``metrics.value_counts`` writes it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run folder in memory.
+
+    Attributes:
+        path: the folder.
+        name: ``name`` of config.json, or the folder's own.
+        info: config.json: ``config``, ``versions``, ``devices``, ``git_commit``, ``command``.
+        steps: int64 [N]: learner versions with a line in metrics.jsonl, rising.
+        columns: float64 [N] per scalar metric, NaN where a step lacks it or logged a number that is not finite.
+        histograms: per histogram metric, one entry a step; None where a step lacks it.
+        evaluations: lines of evaluations.jsonl by rising step; the last one of a step counts.
+        samples: some lines of samples.jsonl, spread evenly over the run.
+        notices: whatever a reader must be told: cut-off lines, numbers that were not finite, resumes.
+    """
+
+    path: Path
+    name: str
+    info: Mapping[str, Any]
+    steps: np.ndarray
+    columns: Mapping[str, np.ndarray]
+    histograms: Mapping[str, Sequence[Histogram | None]]
+    evaluations: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, Any]]
+    notices: Sequence[str]
+
+    def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of a metric where it is finite; two empty arrays where it never is."""
+        values = self.columns.get(key)
+        if values is None:
+            return np.zeros(0, np.int64), np.zeros(0)
+        finite = np.isfinite(values)
+        return self.steps[finite], values[finite]
+
+    def evaluation_series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of one number of the evaluations, ``avg@k`` for instance."""
+        rows = [(e["step"], e[key]) for e in self.evaluations if e.get(key) is not None]
+        return np.array([s for s, _ in rows], np.int64), np.array([v for _, v in rows], np.float64)
+
+    def setting(self, path: str, default: Any = None) -> Any:
+        """A value of the resolved configuration by dotted path, or ``default`` where there is none."""
+        value: Any = self.info.get("config", {})
+        for part in path.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+
+def read_run(path: Path, max_samples: int = 400) -> Run:
+    """Read a run folder, finished or still being written.
+
+    Args:
+        path: the folder; it must hold ``config.json``, everything else may be missing.
+        max_samples: at most this many lines of ``samples.jsonl`` are parsed, spread evenly.
+
+    Raises:
+        ValueError: no such folder, no ``config.json``, or a damaged line that is not the last one of its file.
+    """
+    path = Path(path)
+    config_file = path / "config.json"
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder: name the run folder that `sat-jax train --out` wrote")
+    if not config_file.is_file():
+        raise ValueError(
+            f"{path} holds no config.json, so it is no run folder: name the one that `sat-jax train --out` wrote"
+        )
+    try:
+        info = json.loads(config_file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{config_file} is not JSON ({error}): restore it, or start the run again") from error
+    if not isinstance(info, dict) or not isinstance(info.get("config"), dict):
+        raise ValueError(f"{config_file} has no object under 'config': it is not the config.json of a run")
+    notices: list[str] = []
+    rows = list(_read_lines(path / METRICS_FILE, notices))
+    steps, columns, histograms = _columns(rows)
+    notices += _nonfinite_notices(rows)
+    evaluations = {row["step"]: row for row in _read_lines(path / EVALUATIONS_FILE, notices)}
+    samples = _read_samples(path / SAMPLES_FILE, max_samples, notices)
+    for resume in _read_lines(path / RESUMES_FILE, notices):
+        removed = [str(Truncation(**entry)) for entry in resume["truncated"]]
+        loss = f"; {', '.join(removed)} past it moved to {RESUMES_FILE}" if removed else ""
+        notices.append(f"resumed at step {resume['step']}{loss}")
+    return Run(
+        path=path,
+        name=str(info.get("name") or path.resolve().name),
+        info=info,
+        steps=steps,
+        columns=columns,
+        histograms=histograms,
+        evaluations=[evaluations[step] for step in sorted(evaluations)],
+        samples=samples,
+        notices=notices,
+    )
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested configuration as dotted paths: ``{"loss": {"sat": {"alpha": .9}}}`` -> ``{"loss.sat.alpha": .9}``."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run's held-out accuracy went: "best" alone hides a collapse, so the others stand beside it.
+
+    Attributes:
+        before: first evaluation's avg@k.
+        final: last evaluation's.
+        best, best_step: highest, and where.
+        max_drawdown: largest fall from an earlier high, at least 0.
+        below_half_peak: whether it ever fell below half of an earlier high.
+    """
+
+    before: float
+    final: float
+    best: float
+    best_step: int
+    max_drawdown: float
+    below_half_peak: bool
+
+
+def outcome(run: Run) -> Outcome | None:
+    """The run's held-out accuracy in five numbers; None without an evaluation."""
+    steps, values = run.evaluation_series("avg@k")
+    if not len(values):
+        return None
+    peaks = np.maximum.accumulate(values)
+    best = int(np.argmax(values))
+    return Outcome(
+        before=float(values[0]),
+        final=float(values[-1]),
+        best=float(values[best]),
+        best_step=int(steps[best]),
+        max_drawdown=float((peaks - values).max()),
+        below_half_peak=bool((values < 0.5 * peaks).any()),
+    )
+
+
+def sat_window(q: float, eps_high: float, noise: float = 1e-6) -> str:
+    """Where a batch stands in the window in which SAT can act at all.
+
+    For ``q >= log(1 + eps_high)`` every gated token is already clipped by the nominal interval; for q at the level of
+    float32 rounding the gate fires on noise. Between the two SAT can cut gradients that the base method keeps.
+
+    Args:
+        q: the batch's quantile of |log ratio|, nats.
+        eps_high: the nominal upper radius.
+        noise: largest q, in nats, that is taken for rounding error.
+
+    Returns:
+        A phrase that starts with ``inert``, ``noise`` or ``active`` and names the numbers.
+    """
+    edge = math.log1p(eps_high)
+    if q >= edge:
+        return f"inert: q = {q:.3g} is beyond log(1 + eps) = {edge:.3g}"
+    if q <= noise:
+        return f"noise: q = {q:.1e} is rounding error"
+    return f"active: q = {q:.3g} is below log(1 + eps) = {edge:.3g}"
+
+
+def _read_lines(path: Path, notices: list[str]) -> Iterator[dict[str, Any]]:
+    """Objects of a JSONL file; none where the file is missing. A half-written last line is skipped, and said."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                if line.endswith(b"\n"):
+                    raise ValueError(f"{path} line {number} is not JSON: restore or delete that line") from error
+                notices.append(f"the last line of {path.name} (line {number}) is half-written and was skipped")
+                return
+            if not isinstance(row, dict) or "step" not in row:
+                raise ValueError(f"{path} line {number} is no object with a 'step': restore or delete that line")
+            yield row
+
+
+def _columns(
+    rows: Sequence[Mapping[str, Any]],
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list[Histogram | None]]]:
+    by_step = {int(row["step"]): row for row in rows}
+    steps = sorted(by_step)
+    columns: dict[str, np.ndarray] = {}
+    histograms: dict[str, list[Histogram | None]] = {}
+    for i, step in enumerate(steps):
+        for key, value in by_step[step].items():
+            if isinstance(value, dict):
+                histograms.setdefault(key, [None] * len(steps))[i] = value
+            elif isinstance(value, int | float) and key != "step":
+                column = columns.get(key)
+                if column is None:
+                    column = columns[key] = np.full(len(steps), np.nan)
+                column[i] = value
+    return np.array(steps, np.int64), columns, histograms
+
+
+def _nonfinite_notices(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    where: dict[str, list[int]] = {}
+    for row in rows:
+        for key in row.get("nonfinite", ()):
+            where.setdefault(key, []).append(row["step"])
+    return [
+        f"{key} was not finite at {len(steps)} step{'s' * (len(steps) != 1)}, first at step {steps[0]}"
+        for key, steps in sorted(where.items())
+    ]
+
+
+def _read_samples(path: Path, limit: int, notices: list[str]) -> list[dict[str, Any]]:
+    """At most ``limit`` lines, spread evenly, first and last included; the others are passed over without parsing."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        total = sum(1 for _ in file)
+        file.seek(0)
+        wanted = (
+            set(np.unique(np.linspace(0, total - 1, min(limit, total)).round().astype(int)).tolist())
+            if total
+            else set()
+        )
+        samples = []
+        for index, line in enumerate(file):
+            if index not in wanted:
+                continue
+            try:
+                samples.append(json.loads(line))
+            except ValueError as error:
+                if line.endswith(b"\n"):
+                    raise ValueError(f"{path} line {index + 1} is not JSON: restore or delete that line") from error
+                notices.append(f"the last line of {path.name} (line {index + 1}) is half-written and was skipped")
+    return samples
