@@ -106,8 +106,8 @@ class SortTask:
         """``n`` examples for the warm start, all from training problems.
 
         Returns:
-            ``prompt_ids`` int32 [n, n_digits + 1], ending in ``=``, and ``target_ids`` int32 [n, n_digits + 1], ending in
-            the end-of-sequence token.
+            ``prompt_ids`` int32 [n, n_digits + 1], which end in ``=``; ``target_ids`` int32 [n, n_digits + 1], which
+            end in the end-of-sequence token.
         """
         digits = self.sample(rng, n, "train")
         up = np.sort(digits, axis=-1)
