@@ -1,0 +1,130 @@
+"""``sat-jax``: one word picks the command, tyro parses the rest, a user's mistake is one line and exit status 2."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import tyro
+
+from sat_jax.records import nearest
+
+
+class Command(NamedTuple):
+    """``module:function`` is imported only when the command runs, so that ``sat-jax --help`` is instant."""
+
+    target: str
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command("sat_jax.commands.train:main", "asynchronous RL of a policy; without CONFIG, the embedded default"),
+    "eval": Command("sat_jax.commands.evaluate:main", "avg@k and pass@k of a checkpoint or Hugging Face folder"),
+    "report": Command("sat_jax.commands.report:report", "one self-contained HTML page from run folders"),
+    "methods": Command("sat_jax.commands.losses:methods", "every named method: its rules, its source"),
+}
+
+
+class UsageError(ValueError):
+    """Wrong use of the command line; its text is the one line that is shown."""
+
+
+def parse(target: Callable[..., Any], args: Sequence[str], prog: str, **kwargs: Any) -> Any:
+    """``tyro.cli`` with its error box folded into one line.
+
+    Raises:
+        UsageError: the arguments do not fit ``target``.
+        SystemExit: ``--help`` was asked for (status 0).
+    """
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            return tyro.cli(target, args=list(args), prog=prog, config=(tyro.conf.AvoidSubcommands,), **kwargs)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise UsageError(_fold(captured.getvalue())) from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0 success, 2 wrong use, 130 interrupted."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if args[0] == "--version":
+        from sat_jax import __version__
+
+        print(f"sat-jax {__version__}")
+        return 0
+    name, rest = args[0], args[1:]
+    if name not in COMMANDS:
+        return _wrong_use("sat-jax", f"no command '{name}'{nearest(name, COMMANDS)}")
+    module, _, function = COMMANDS[name].target.partition(":")
+    target = getattr(importlib.import_module(module), function)
+    prog = f"sat-jax {name}"
+    try:
+        # A command with a grammar of its own takes the raw arguments; the others are plain typed functions.
+        status = target(rest, prog) if getattr(target, "takes_raw_arguments", False) else parse(target, rest, prog)
+    except (ValueError, OSError) as error:
+        if not _is_users_mistake(error):
+            raise
+        return _wrong_use(prog, str(error))
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 130
+    return int(status or 0)
+
+
+def entry() -> NoReturn:
+    """The console script."""
+    sys.exit(main())
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [
+        "usage: sat-jax COMMAND [--help] ...",
+        "",
+        "Staleness-adaptive trust regions for asynchronous RL, in JAX.",
+        "",
+    ]
+    lines += [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(lines)
+
+
+def _wrong_use(prog: str, message: str) -> int:
+    print(f"{prog}: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _is_users_mistake(error: BaseException) -> bool:
+    """Whether the error was raised on purpose by this package's own checks, or by the file system on a path it was given.
+
+    Everything else is a defect and keeps its traceback. ``SAT_JAX_TRACEBACK=1`` keeps every traceback.
+    """
+    if os.environ.get("SAT_JAX_TRACEBACK") == "1":
+        return False
+    if isinstance(error, OSError):
+        return error.filename is not None
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
+
+
+def _fold(box: str) -> str:
+    """The text of tyro's error box: without its frame, the argument help and the pointer to ``--help``."""
+    words: list[str] = []
+    for line in box.splitlines():
+        text = line.strip("│╭╮╰╯ ")
+        if line.startswith("╰") or text.startswith(("For full helptext", "Argument helptext")):
+            break
+        if line.startswith("│") and text.strip("─"):
+            words.append(text)
+    return " ".join(words) or " ".join(box.split()) or "wrong arguments; see --help"

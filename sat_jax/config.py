@@ -1,0 +1,318 @@
+"""What a run is: one frozen record, made by a pure function in ``configs/``, overridden by dotted paths.
+
+The record is plain data. It knows how to be checked (``check``) and loaded (``load_config``); building things from it
+is the trainer's business.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+from sat_jax import losses
+from sat_jax.losses import LossConfig
+from sat_jax.model import ModelConfig
+from sat_jax.records import nearest
+from sat_jax.rollout.engine import SamplingParams
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Where the policy comes from: a Hugging Face folder, or a fresh initialisation of ``init``."""
+
+    path: str = ""
+    """Hugging Face folder (config.json, safetensors, tokenizer.json). Empty: initialise ``init`` from the run's
+    seed."""
+    init: ModelConfig | None = None
+    """Shape of a policy that starts from random weights; ignored when ``path`` is given."""
+    tokenizer: str = ""
+    """Tokenizer folder, or ``toy:mix6``. Empty: the policy's own folder."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Matmul type of the learner. Master weights, logits and everything after them are float32."""
+    remat: bool = False
+    """Recompute each layer's activations in the backward pass: less memory, about a third more time."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    source: str = "toy:mix6"
+    """``toy:mix6``, a JSONL or Parquet file, ``tfds:NAME/SPLIT`` or ``reasoning_gym:TASK``."""
+    prompt_key: str = ""
+    """Column of the prompt; empty: recognised from the schema."""
+    answer_key: str = ""
+    """Column of the reference answer; empty: recognised from the schema."""
+    system_prompt: str = ""
+    """Put before every prompt, through the chat template."""
+    max_prompt_tokens: int = 1024
+    """Longest prompt, in tokens."""
+    overlong: Literal["error", "filter"] = "error"
+    """What a longer prompt means: an error that names it, or a counted removal."""
+    drop_duplicates: bool = False
+    """Drop exact duplicates; they are counted and shown either way."""
+    heldout: int = 64
+    """Problems set apart for evaluation: by problem, never by sample."""
+    shuffle: bool = True
+    """Shuffle every epoch by the run's seed."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How generation and optimisation interleave (paper, Sec. 2.1 and App. B)."""
+
+    prompts_per_step: int = 32
+    """Prompt groups in one learner step."""
+    n_samples_per_prompt: int = 8
+    """Responses per group (G)."""
+    regime: Literal["sync", "fixed_delay", "interval", "async"] = "fixed_delay"
+    """``sync``: lag 0. ``fixed_delay``: every batch exactly ``fixed_delay`` versions old. ``interval``: weights are
+    broadcast every ``update_weights_interval`` steps while the next batches are generated, so the lag cycles.
+    ``async``: threads run freely and a response may span versions. All but ``async`` follow a fixed order and repeat
+    by seed."""
+    fixed_delay: int = 8
+    """Policy versions between sampling and training in regime ``fixed_delay``; the first steps have less."""
+    update_weights_interval: int = 8
+    """Learner steps between two broadcasts in regime ``interval`` (in ``async``: 1 swaps as soon as possible)."""
+    max_staleness: int = 16
+    """Bound on a group's oldest token, in versions. Older groups are handled by ``stale_policy``, and counted."""
+    stale_policy: Literal["drop", "requeue"] = "drop"
+    """A group beyond the bound is dropped, or its prompt is issued again."""
+    queue_groups: int = 0
+    """Capacity of the rollout queue in groups; 0: what the regime needs."""
+    engine_slots: int = 256
+    """Responses decoded side by side; with the context length it fixes the memory of the KV cache."""
+    engine_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the engine's weights and cache; ``bfloat16`` is a real source of mismatch."""
+    selection_noise: float = 0.0
+    """Standard deviation of noise on the engine's router logits when it *selects* experts: a laboratory stand-in for an
+    engine whose kernels route differently. 0 in every honest run."""
+    group_timeout_s: float = 600.0
+    """A group that takes longer fails the run, by name."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam with the paper's betas."""
+
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    """Linear warm-up from 0."""
+    decay_steps: int = 0
+    """Linear decay to 0 over this many steps after the warm-up; 0: constant."""
+    b1: float = 0.9
+    b2: float = 0.98
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled, on every parameter."""
+    max_grad_norm: float = 0.0
+    """Clip the global gradient norm to this; 0: off."""
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """How a learner step is computed; changes cost, not results."""
+
+    micro_batches: int = 1
+    """Slices a batch is processed in. With more than one, a scoring pass without gradient comes first, so that the
+    quantile and every gate are those of the whole batch."""
+    routing_replay: bool = True
+    """R3 (40): the learner's mixture of experts uses the expert sets recorded at rollout. Ignored for dense
+    policies."""
+    log_delta: bool = False
+    """Also run the proximal pass and report ``async/delta_pi`` and ``async/delta_impl``, the two halves of d (2)."""
+    router_aux_loss_coef: float = 0.0
+    """Load-balancing loss; the paper uses none."""
+    head_chunk: int = 1024
+    """Token positions per chunk of the vocabulary head."""
+    sequence_bucket: int = 0
+    """Rows are padded to a multiple of this many tokens, so that few shapes are compiled; 0: always the longest
+    possible."""
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised learning before RL, on demonstrations that the data source makes."""
+
+    steps: int = 500
+    batch_size: int = 128
+    lr: float = 2e-3
+    warmup_steps: int = 20
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """avg@k and pass@k on held-out problems."""
+
+    k: int = 8
+    interval: int = 25
+    """Learner steps between evaluations; 0: only before and after."""
+    problems: int = 0
+    """Held-out problems to use; 0: all of them."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Who grades."""
+
+    function: str = "sat_jax.rewards.toy:exact_match"
+    """``module:function``; sat_jax's signature or verl's ``compute_score``."""
+    workers: int = 0
+    """Worker processes that can be killed; 0: in the rollout thread, for trusted and cheap functions."""
+    timeout_s: float = 5.0
+    """Limit for one grading, counted from when it starts; beyond it the reward is 0 and the verdict ``timeout``."""
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    """One run. A function in ``configs/`` returns it; ``config.json`` in the run folder holds it."""
+
+    name: str = "unnamed"
+    seed: int = 0
+    """Drives initialisation, data order, sampling and demonstrations."""
+    steps: int = 200
+    """Learner steps."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    advantage: Literal["group_mean_std", "group_mean", "leave_one_out"] = "group_mean_std"
+    """Baseline of the group: mean and standard deviation, mean only, or the mean of the others."""
+    loss: LossConfig = field(default_factory=lambda: losses.method("sat-gspo"))
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    warm_start: WarmStartConfig | None = None
+    """None: RL starts from the policy as it is."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint_interval: int = 50
+    """Learner steps between checkpoints; one is also written at the end and on Ctrl-C. 0: only then."""
+    samples_per_step: int = 2
+    """Rollouts written to samples.jsonl at every step."""
+
+
+def check(config: ExperimentConfig) -> None:
+    """Reject a configuration that cannot work, before anything is built or written.
+
+    Raises:
+        ValueError: the first contradiction found: its value, the rule and the remedy.
+    """
+    rollout, learner = config.rollout, config.learner
+    for name, value in (
+        ("steps", config.steps),
+        ("rollout.prompts_per_step", rollout.prompts_per_step),
+        ("rollout.n_samples_per_prompt", rollout.n_samples_per_prompt),
+        ("rollout.engine_slots", rollout.engine_slots),
+        ("rollout.update_weights_interval", rollout.update_weights_interval),
+        ("learner.micro_batches", learner.micro_batches),
+        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
+        ("evaluation.k", config.evaluation.k),
+        ("data.heldout", config.data.heldout),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} = {value}: must be at least 1")
+    for name, value in (
+        ("seed", config.seed),
+        ("rollout.fixed_delay", rollout.fixed_delay),
+        ("rollout.max_staleness", rollout.max_staleness),
+        ("rollout.queue_groups", rollout.queue_groups),
+        ("checkpoint_interval", config.checkpoint_interval),
+    ):
+        if value < 0:
+            raise ValueError(f"{name} = {value}: must not be negative")
+    if rollout.n_samples_per_prompt == 1:
+        raise ValueError(
+            f"rollout.n_samples_per_prompt = 1 with advantage = '{config.advantage}': a group of one has no baseline of "
+            "its own, every advantage would be 0; use at least 2 samples per prompt"
+        )
+    rows = rollout.prompts_per_step * rollout.n_samples_per_prompt
+    if rows % learner.micro_batches:
+        raise ValueError(
+            f"learner.micro_batches = {learner.micro_batches} does not divide the {rows} rows of a batch "
+            f"({rollout.prompts_per_step} prompts x {rollout.n_samples_per_prompt} samples): choose a divisor"
+        )
+    if config.sampling.top_p < 1.0 or config.sampling.top_k > 0 or config.sampling.min_p > 0.0:
+        raise ValueError(
+            f"sampling.top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}, min_p = "
+            f"{config.sampling.min_p}: a truncated sampling support is not replayed by the learner, so every ratio would be "
+            "off by the lost mass; train with top_p 1, top_k 0, min_p 0 (evaluation may truncate)"
+        )
+    if config.sampling.temperature <= 0:
+        raise ValueError(
+            f"sampling.temperature = {config.sampling.temperature}: greedy decoding explores nothing; use a "
+            "value above 0"
+        )
+    if config.optimizer.lr < 0:
+        raise ValueError(f"optimizer.lr = {config.optimizer.lr}: must not be negative")
+
+
+def configs_folder() -> Path:
+    """The folder with the named configurations: ``configs/`` of a checkout, else the copy inside the installed
+    package."""
+    here = Path(__file__).resolve().parent
+    checkout = here.parent / "configs"
+    return checkout if checkout.is_dir() and (here.parent / "pyproject.toml").is_file() else here / "_configs"
+
+
+def config_functions() -> dict[str, Callable[[], ExperimentConfig]]:
+    """Every named configuration, by name: the public functions of ``configs/*.py`` that return an ``ExperimentConfig``.
+
+    Raises:
+        ValueError: two files define the same name.
+    """
+    found: dict[str, Callable[[], ExperimentConfig]] = {}
+    for path in sorted(configs_folder().glob("[!_]*.py")):
+        module = _import_file(path)
+        for name, function in _functions_of(module).items():
+            if name in found:
+                raise ValueError(f"two configurations are called '{name}' (the second in {path.name}): rename one")
+            found[name] = function
+    return found
+
+
+def load_config(spec: str) -> ExperimentConfig:
+    """The configuration that ``spec`` names: ``file.py:function``, or a function of ``configs/``.
+
+    Raises:
+        ValueError: there is no such file or function (with the nearest name).
+    """
+    if ":" in spec:
+        file, _, name = spec.rpartition(":")
+        path = Path(file)
+        if not path.is_file():
+            raise ValueError(f"no configuration file '{file}': expected file.py:function")
+        functions = _functions_of(_import_file(path))
+    else:
+        name, functions = spec, config_functions()
+    if name not in functions:
+        raise ValueError(f"no configuration '{name}'{nearest(name, functions)}")
+    config = functions[name]()
+    return config if config.name != "unnamed" else replace(config, name=name)
+
+
+def _import_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"sat_jax_configs.{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"cannot import {path}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _functions_of(module: ModuleType) -> dict[str, Callable[[], ExperimentConfig]]:
+    return {
+        name: function
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and not name.startswith("_")
+        and function.__module__ == module.__name__
+        and function.__annotations__.get("return") in (ExperimentConfig, "ExperimentConfig")
+        and not inspect.signature(function).parameters
+    }

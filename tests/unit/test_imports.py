@@ -1,0 +1,74 @@
+"""The import graph points down only (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "sat_jax"
+
+# What each part may import from inside the package, beside itself.
+NOUNS = {"types", "records"}
+ALLOWED: dict[str, set[str]] = {
+    "types": set(),
+    "records": set(),
+    "losses": NOUNS,
+    "kernels": NOUNS | {"losses"},
+    "model": NOUNS,
+    "learner": NOUNS | {"losses", "kernels", "model"},
+    "checkpoint": NOUNS,
+    "data": NOUNS,
+    "rewards": NOUNS,
+    "rollout": NOUNS | {"model"},  # model: rollout/local.py alone, checked below
+    "evaluation": NOUNS | {"data", "rewards", "rollout"},
+    "policy": NOUNS | {"model", "data", "rollout"},
+    "metrics": NOUNS,
+    "run_folder": NOUNS | {"metrics"},
+    "plots": NOUNS | {"metrics", "run_folder"},
+    "report": NOUNS | {"metrics", "run_folder", "plots"},
+    "display": NOUNS | {"metrics"},
+    "inspection": NOUNS | {"losses", "kernels"},
+    "geometry": NOUNS | {"losses", "kernels"},
+    "config": NOUNS | {"losses", "model", "rollout"},
+}
+SHELL = {"trainer", "setup", "cli", "commands", "__init__", "__main__"}  # may import everything below them
+
+
+def _part(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sat_jax":
+            rest = node.module.split(".")[1:]
+            found |= {rest[0]} if rest else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("sat_jax.")}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    part = _part(path)
+    if part in SHELL:
+        return
+    assert part in ALLOWED, f"{part} is new: give it its place in this table and in docs/architecture.md"
+    assert _imports(path) <= ALLOWED[part] | {part}
+
+
+def test_only_the_local_engine_of_rollout_knows_the_model() -> None:
+    knows = {p.name for p in (PACKAGE / "rollout").glob("*.py") if "model" in _imports(p)}
+    assert {name for name in knows if not name.startswith("local")} == set()
+
+
+def test_losses_are_pure_maths() -> None:
+    for path in (PACKAGE / "losses").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] not in {"optax", "orbax", "os", "pathlib", "threading", "time"}, path
