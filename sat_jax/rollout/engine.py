@@ -1,0 +1,110 @@
+"""What a sampling engine is: the records that go in and the protocol that every engine keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from sat_jax.types import Prompt, Trajectory
+
+MAX_SEED = 2**32 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    The filters apply in the order temperature, top-k, top-p, min-p, each on what the previous one left; the remaining
+    tokens are renormalised, and that renormalised distribution is what is sampled *and* what log-probs are reported
+    from.
+
+    Attributes:
+        temperature: logits are divided by it; 0 is greedy decoding, whose log-probs are reported at temperature 1 over
+            the whole vocabulary (those of the sampled point mass would all be 0).
+        top_p: the smallest set of tokens with at least this mass is kept; 1 is off.
+        top_k: the ``top_k`` most likely tokens are kept, ties with the last of them included; 0 is off.
+        min_p: tokens less likely than ``min_p`` times the most likely one are removed; 0 is off.
+        max_new_tokens: budget of response tokens, end-of-sequence included.
+        stop: a response ends with the first token that completes one of these strings. The tokens stay in the response,
+            the string and what follows it are cut from its text.
+        ignore_eos: go on after an end-of-sequence token, for benchmarks and golden runs of a fixed length.
+        seed: 0 .. 2**32 - 1; one request with one seed gives the same tokens whatever else is in the batch.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature = {self.temperature}: must be finite and >= 0; 0 is greedy decoding")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p = {self.top_p}: must lie in (0, 1]; 1 turns it off")
+        if self.top_k < 0:
+            raise ValueError(f"top_k = {self.top_k}: must be >= 0; 0 turns it off")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p = {self.min_p}: must lie in [0, 1]; 0 turns it off")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed = {self.seed}: must lie in 0 .. {MAX_SEED}")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop = {self.stop!r}: must be a tuple of non-empty strings")
+
+    @property
+    def truncates(self) -> bool:
+        """True where tokens are removed before sampling: a learner then has to replay the support, or must refuse."""
+        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One response wanted. ``request_id`` is unique among the requests in flight and comes back on the trajectory."""
+
+    request_id: str
+    prompt: Prompt
+    sample_index: int
+    params: SamplingParams
+
+
+class Engine(Protocol):
+    """Turns requests into trajectories.
+
+    One thread calls ``generate``; the other methods may be called from any thread.
+    """
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights that the next token will be sampled with."""
+
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[Trajectory]:
+        """Yields one trajectory a request, in the order in which they finish.
+
+        ``requests`` is pulled whenever the engine has room for another one. ``None`` means that nothing is to be issued
+        right now: the engine goes on with what it has and asks again later. An iterator that knows of nothing in flight
+        should block rather than say ``None``. Abandoning the iterator aborts what is in flight.
+
+        Raises:
+            ValueError: a request that the engine cannot hold (prompt and budget beyond its context).
+        """
+
+    def update_weights(self, params: Any, version: int) -> None:
+        """Hands over new weights. They are copied before this returns, so the caller may donate its own afterwards, and
+        are used from the next dispatch on, responses in flight included. A failed update leaves weights and version as
+        they were."""
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Ends the named requests (all where None) as soon as possible; they come back with what they have and
+        ``finish_reason = "abort"``. Unknown names are ignored: they may just have finished."""
+
+    def close(self) -> None:
+        """Frees what the engine holds. A second call does nothing."""

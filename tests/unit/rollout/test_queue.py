@@ -1,0 +1,308 @@
+"""The bounded queue: back-pressure, staleness, order, resume, and that nobody ever hangs."""
+
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sat_jax.rollout.ledger import Ledger, audit, read_ledger
+from sat_jax.rollout.queue import GroupQueue, QueueStopped, token_staleness
+from sat_jax.types import Group, Prompt, Trajectory
+
+
+def prompt(i) -> Prompt:
+    return Prompt(f"p{i}", f"prompt {i}", np.array([1, 2, 3], np.int32), str(i), "test")
+
+
+def prompts():
+    return (prompt(i) for i in itertools.count())
+
+
+def group(ticket, versions=(0,)) -> Group:
+    versions = np.asarray(versions, np.int32)
+    trajectory = Trajectory(
+        prompt_id=ticket.prompt.prompt_id,
+        sample_index=0,
+        prompt_ids=ticket.prompt.token_ids,
+        response_ids=np.arange(len(versions), dtype=np.int32),
+        log_probs=np.zeros(len(versions), np.float32),
+        policy_versions=versions,
+        routed_experts=None,
+        finish_reason="stop",
+        reward=1.0,
+    )
+    return Group(ticket.group_id, ticket.prompt, (trajectory,), np.zeros(1, np.float32))
+
+
+def ids(groups) -> list[str]:
+    return [g.prompt.prompt_id for g in groups]
+
+
+def test_capacity_is_the_formula():
+    queue, source = GroupQueue(groups_per_step=2, max_staleness=1), prompts()
+    assert queue.capacity == 4
+    tickets = [queue.issue(source) for _ in range(4)]
+    assert queue.capacity == 0
+    with pytest.raises(RuntimeError, match="without room"):
+        queue.issue(source)
+    queue.put(group(tickets[0]))
+    assert queue.capacity == 0, "finished groups stay accepted"
+    queue.filter(tickets[1].group_id)
+    queue.fail(tickets[2].group_id, "lost")
+    assert queue.capacity == 2, "filtered and failed ones leave"
+    queue.set_version(1)
+    assert queue.capacity == 4
+
+
+def test_capacity_counts_from_the_resumed_version():
+    assert GroupQueue(groups_per_step=8, max_staleness=4, version=100).capacity == 40
+
+
+def test_max_groups_bounds_what_waits():
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=9, max_groups=2), prompts()
+    tickets = [queue.issue(source) for _ in range(2)]
+    assert queue.wait_for_room(timeout=0.01) == 0
+    queue.put(group(tickets[0]))
+    assert queue.capacity == 0
+    queue.take(1, 0)
+    assert queue.capacity == 1
+
+
+def test_take_hands_out_in_issue_order_whatever_finishes_first():
+    queue, source = GroupQueue(groups_per_step=3, max_staleness=0), prompts()
+    tickets = [queue.issue(source) for _ in range(3)]
+    for ticket in reversed(tickets):
+        queue.put(group(ticket))
+    assert ids(queue.take(3, 0)) == ["p0", "p1", "p2"]
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("drop", ["p1", "p3"]), ("requeue", ["p1", "p2"])])
+def test_stale_groups_are_dropped_or_requeued_and_counted(policy, expected, tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    queue = GroupQueue(groups_per_step=1, max_staleness=2, on_stale=policy, ledger=Ledger(path))
+    source = prompts()
+    first, second, third = (queue.issue(source) for _ in range(3))
+    queue.put(group(first, [0]))
+    queue.put(group(second, [3, 3]))
+    queue.put(group(third, [0, 3]))  # the oldest token counts, not the newest
+    queue.trained(queue.take(1, 0), 1)
+    queue.set_version(3)
+    assert ids(queue.take(1, 3)) == expected[:1]
+    assert queue.counts()["stale"] == 1
+    fourth = queue.issue(source)
+    assert fourth.prompt.prompt_id == expected[1]
+    queue.put(group(fourth, [3]))
+    assert ids(queue.take(1, 3)) == expected[1:]
+    states = [e.state for e in read_ledger(path) if e.prompt_id == "p2"]
+    assert states[:3] == ["issued", "generated", "stale"]
+    assert (states[3:4] == ["requeued"]) == (policy == "requeue")
+
+
+def test_versions_three_four_five_trained_at_six():
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=3), prompts()
+    queue.put(group(queue.issue(source), [3, 4, 5]))
+    (taken,) = queue.take(1, 6)
+    assert token_staleness([taken], 6).tolist() == [3, 2, 1]
+    assert token_staleness([], 6).shape == (0,)
+
+
+def test_a_group_ends_once():
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=0), prompts()
+    ticket = queue.issue(source)
+    queue.put(group(ticket))
+    for again in (lambda: queue.put(group(ticket)), lambda: queue.fail(ticket.group_id, "late")):
+        with pytest.raises(ValueError, match="not in flight"):
+            again()
+    taken = queue.take(1, 0)
+    queue.trained(taken, 1)
+    with pytest.raises(ValueError, match="counted twice"):
+        queue.trained(taken, 1)
+
+
+def test_producer_error_reaches_a_waiting_consumer_at_once():
+    queue = GroupQueue(groups_per_step=1, max_staleness=0)
+    threading.Timer(0.05, lambda: queue.abort(ZeroDivisionError("engine"))).start()
+    started = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="engine"):
+        queue.take(1, 0, timeout=30)
+    assert time.monotonic() - started < 5
+    with pytest.raises(ZeroDivisionError):
+        queue.take(1, 0)
+    assert queue.wait_for_room() == 0
+
+
+def test_stop_wakes_both_sides_and_twice_is_a_no_op():
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=0), prompts()
+    queue.issue(source)
+    results = {}
+
+    def producer():
+        results["room"] = queue.wait_for_room()
+
+    def consumer():
+        try:
+            queue.take(1, 0)
+        except QueueStopped:
+            results["stopped"] = True
+
+    threads = [threading.Thread(target=t, daemon=True) for t in (producer, consumer)]
+    for thread in threads:
+        thread.start()
+    queue.stop()
+    queue.stop()
+    for thread in threads:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+    assert results == {"room": 0, "stopped": True}
+
+
+def test_take_times_out_and_names_what_is_in_flight():
+    queue = GroupQueue(groups_per_step=1, max_staleness=0)
+    queue.issue(prompts())
+    with pytest.raises(TimeoutError, match="000000:p0"):
+        queue.take(1, 0, timeout=0.02)
+    assert [t.group_id for t in queue.overdue(0.0)] == ["000000:p0"]
+    assert queue.overdue(60.0) == []
+
+
+def test_exhausted_source_hands_out_the_rest():
+    queue, source = GroupQueue(groups_per_step=2, max_staleness=0), iter([prompt(0)])
+    ticket = queue.issue(source)
+    assert queue.issue(source) is None
+    queue.exhaust()
+    queue.put(group(ticket))
+    assert ids(queue.take(2, 0)) == ["p0"]
+    assert queue.take(2, 1) == []
+
+
+def test_versions_never_go_back():
+    queue = GroupQueue(groups_per_step=1, max_staleness=0, version=5)
+    with pytest.raises(ValueError, match="never go back"):
+        queue.set_version(4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"groups_per_step": 0, "max_staleness": 0}, "groups_per_step = 0"),
+        ({"groups_per_step": 1, "max_staleness": -1}, "max_staleness = -1"),
+        ({"groups_per_step": 4, "max_staleness": 1, "max_groups": 3}, "queue_groups = 3"),
+        ({"groups_per_step": 4, "max_staleness": 1, "on_stale": "keep"}, "on_stale = 'keep'"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        GroupQueue(**settings)
+
+
+@pytest.mark.parametrize("policy", ["drop", "requeue"])
+def test_resume_neither_skips_nor_repeats(policy, tmp_path):
+    """Fault 37: generated {0,1,2,3}, trained {0,1}, cursor 4, crash -> next batch {2,3}; the epoch sees every id
+    once."""
+    path = tmp_path / "ledger.jsonl"
+    queue = GroupQueue(groups_per_step=2, max_staleness=1, on_stale=policy, ledger=Ledger(path))
+    source = (prompt(i) for i in range(8))
+    tickets = [queue.issue(source) for _ in range(4)]
+    for ticket in tickets:
+        queue.put(group(ticket))
+    queue.trained(queue.take(2, 0), 1)
+    state = queue.snapshot()
+    assert state["cursor"] == 4
+    # After the checkpoint the run goes on, trains 2 and 3, issues 4, and crashes without saying goodbye.
+    queue.set_version(1)
+    queue.trained(queue.take(2, 1), 2)
+    queue.issue(source)
+    assert not audit(read_ledger(path)).clean
+
+    history = {e.group_id: e.prompt_id for e in read_ledger(path)}
+    resumed = GroupQueue(groups_per_step=2, max_staleness=1, on_stale=policy, ledger=Ledger(path), version=1)
+    resumed.restore(state, lambda prompt_id: prompt(int(prompt_id[1:])), history.items())
+    source = (prompt(i) for i in range(state["cursor"], 8))
+    batches = []
+    for step in range(1, 4):
+        resumed.set_version(step)
+        for _ in range(2):
+            resumed.put(group(resumed.issue(source), [step]))
+        batches.append(resumed.take(2, step))
+        resumed.trained(batches[-1], step + 1)
+    resumed.close()
+    assert [ids(b) for b in batches] == [["p2", "p3"], ["p4", "p5"], ["p6", "p7"]]
+    report = audit(read_ledger(path))
+    assert report.clean
+    assert report.ends == {"trained": 8}
+
+
+def test_dropped_as_stale_moves_the_cursor_past():
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=0), prompts()
+    queue.put(group(queue.issue(source)))
+    queue.set_version(1)
+    with pytest.raises(TimeoutError):
+        queue.take(1, 1, timeout=0)
+    state = queue.snapshot()
+    assert (state["cursor"], state["pending"]) == (1, [])
+
+
+def test_restore_needs_a_fresh_queue():
+    queue = GroupQueue(groups_per_step=1, max_staleness=0)
+    queue.issue(prompts())
+    with pytest.raises(RuntimeError, match="fresh"):
+        queue.restore(queue.snapshot(), lambda _: prompt(0))
+
+
+def test_close_gives_back_what_has_no_end(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=2, ledger=Ledger(path)), prompts()
+    tickets = [queue.issue(source) for _ in range(3)]
+    queue.put(group(tickets[0]))
+    queue.put(group(tickets[1]))
+    queue.take(1, 0)  # taken, never trained on
+    queue.close()
+    queue.close()
+    report = audit(read_ledger(path))
+    assert report.clean
+    assert report.ends == {"requeued": 3}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups_per_step=st.integers(1, 3),
+    max_staleness=st.integers(0, 3),
+    policy=st.sampled_from(["drop", "requeue"]),
+    moves=st.lists(st.sampled_from(["issue", "put", "filter", "fail", "step"]), max_size=60),
+    data=st.data(),
+)
+def test_any_history_keeps_the_books(groups_per_step, max_staleness, policy, moves, data):
+    queue = GroupQueue(groups_per_step, max_staleness, on_stale=policy)
+    source, flying, version, trained = prompts(), [], 0, []
+    for move in moves:
+        if move == "issue" and queue.capacity:
+            flying.append((queue.issue(source), version))
+        elif move in ("put", "filter", "fail") and flying:
+            ticket, born = flying.pop(data.draw(st.integers(0, len(flying) - 1)))
+            if move == "put":
+                queue.put(group(ticket, [born]))
+            else:
+                (queue.filter if move == "filter" else queue.fail)(ticket.group_id, "")
+        elif move == "step":
+            try:
+                batch = queue.take(groups_per_step, version, timeout=0)
+            except TimeoutError:
+                continue
+            assert all(version - g.oldest_version <= max_staleness for g in batch)
+            assert [g.group_id for g in batch] == sorted(g.group_id for g in batch)
+            version += 1
+            queue.trained(batch, version)
+            queue.set_version(version)
+            trained += ids(batch)
+    assert len(trained) == len(set(trained)), "a prompt was trained on twice"
+    counts = queue.counts()
+    assert counts["accepted"] + counts["running"] <= (max_staleness + version + 1) * groups_per_step
+    assert counts["issued"] == sum(counts[s] for s in ("generated", "filtered", "failed")) + counts["running"]
+    assert counts["generated"] == counts["trained"] + counts["stale"] + counts["ready"]
+    pending = {p["prompt_id"] for p in queue.snapshot()["pending"]}
+    ended = counts["trained"] + counts["filtered"] + counts["failed"] + (counts["stale"] if policy == "drop" else 0)
+    assert queue.cursor == len(pending) + ended, "every prompt drawn is pending or has an end"
