@@ -281,14 +281,25 @@ class GroupQueue:
             ]
             return {"cursor": self._cursor, "serial": self._serial, "pending": pending, "counts": dict(self._counts)}
 
+    def waiting(self) -> list[Group]:
+        """The finished groups that no learner step has taken yet, in issue order."""
+        with self._changed:
+            return [group for _, group in self._ready]
+
     def restore(
-        self, state: Mapping[str, Any], lookup: Callable[[str], Prompt], history: Iterable[tuple[str, str]] = ()
+        self,
+        state: Mapping[str, Any],
+        lookup: Callable[[str], Prompt],
+        history: Iterable[tuple[str, str]] = (),
+        waiting: Iterable[Group] = (),
     ) -> None:
         """Takes up where ``snapshot`` was made: pending groups are issued first, then prompts from ``cursor`` on.
 
         Args:
             state: what ``snapshot`` returned.
             lookup: the prompt of a ``prompt_id``.
+            waiting: finished groups that were stored with the snapshot. Those that it lists as pending are ready at
+                once, as they were sampled; the other pending ones are generated again.
             history: ``(group_id, prompt_id)`` of every group in the run's ledger. Those that the snapshot does not know
                 as ended (they were issued or trained after it) are marked ``requeued``, for they happen again.
 
@@ -301,14 +312,28 @@ class GroupQueue:
                 raise RuntimeError("restore() needs a fresh queue")
             self._cursor, self._serial = int(state["cursor"]), int(state["serial"])
             self._counts.update(state["counts"])
+            finished = {group.group_id: group for group in waiting}
             for entry in state["pending"]:
-                self._requeued.append(Ticket(entry["group_id"], int(entry["serial"]), lookup(entry["prompt_id"])))
-            again = {t.group_id: t.prompt.prompt_id for t in self._requeued}
+                ticket = Ticket(entry["group_id"], int(entry["serial"]), lookup(entry["prompt_id"]))
+                if ticket.group_id in finished:
+                    self._ready.append((ticket.serial, finished[ticket.group_id]))
+                    self._tickets[ticket.group_id] = ticket
+                else:
+                    self._requeued.append(ticket)
+            self._accepted += len(self._ready)
+            kept = {t.group_id: t.prompt.prompt_id for t in self._tickets.values()}
+            again = {t.group_id: t.prompt.prompt_id for t in self._requeued} | kept
             again |= {g: p for g, p in history if g not in again and int(g.split(":", 1)[0]) >= self._serial}
             self._counts["requeued"] += len(self._requeued)
             self._ledger.write(
                 ((g, p, "requeued") for g, p in again.items()), self._version, self._step, "resumed from a checkpoint"
             )
+            # Whatever the file said of them last, they are waiting again: spelt out, so that the audit stays simple.
+            again_states: tuple[State, State] = ("issued", "generated")
+            for state_again in again_states:
+                self._ledger.write(
+                    ((g, p, state_again) for g, p in kept.items()), self._version, self._step, "kept by the checkpoint"
+                )
 
     @property
     def cursor(self) -> int:

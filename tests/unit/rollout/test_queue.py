@@ -306,3 +306,30 @@ def test_any_history_keeps_the_books(groups_per_step, max_staleness, policy, mov
     pending = {p["prompt_id"] for p in queue.snapshot()["pending"]}
     ended = counts["trained"] + counts["filtered"] + counts["failed"] + (counts["stale"] if policy == "drop" else 0)
     assert queue.cursor == len(pending) + ended, "every prompt drawn is pending or has an end"
+
+
+def test_finished_groups_stored_with_the_checkpoint_are_kept_and_the_audit_stays_clean(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    queue = GroupQueue(groups_per_step=2, max_staleness=3, ledger=Ledger(path))
+    source = (prompt(i) for i in range(12))
+    tickets = [queue.issue(source) for _ in range(4)]
+    for ticket in tickets[:3]:
+        queue.put(group(ticket))
+    state, waiting = queue.snapshot(), queue.waiting()
+    assert [g.prompt.prompt_id for g in waiting] == ["p0", "p1", "p2"]
+    queue.trained(queue.take(2, 0), 1)  # lost with the crash that follows
+    queue.close()
+
+    history = {e.group_id: e.prompt_id for e in read_ledger(path)}
+    resumed = GroupQueue(groups_per_step=2, max_staleness=3, ledger=Ledger(path))
+    resumed.restore(state, lambda prompt_id: prompt(int(prompt_id[1:])), history.items(), waiting)
+    assert resumed.capacity == (3 + 0 + 1) * 2 - 3
+    again = resumed.issue(source)
+    assert again.prompt.prompt_id == "p3"
+    resumed.put(group(again))
+    assert ids(resumed.take(4, 0)) == ["p0", "p1", "p2", "p3"]
+    resumed.trained([*waiting, group(again)], 1)
+    resumed.close()
+    report = audit(read_ledger(path))
+    assert report.clean
+    assert report.ends == {"trained": 4}
