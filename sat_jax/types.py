@@ -69,6 +69,7 @@ class Trajectory:
         text: the decoded response, special tokens removed.
         reward: None until graded.
         reward_info: what the grader said beside the number (``verdict``, ``parsed`` ...).
+        request_id: the request that it answers, as the engine was given it: one problem may be in flight twice.
     """
 
     prompt_id: str
@@ -82,6 +83,7 @@ class Trajectory:
     text: str = ""
     reward: float | None = None
     reward_info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    request_id: str = ""
 
     @property
     def truncated(self) -> bool:
