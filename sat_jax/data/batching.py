@@ -157,13 +157,17 @@ def _checked_routes(t: Trajectory, name: str, routes: Routes) -> np.ndarray:
     """int32 [P + R, L, K]: the recorded experts, the row of the last sampled token added where it is missing."""
     n = len(t.prompt_ids) + len(t.response_ids)
     if t.routed_experts is None:
-        raise ValueError(f"{name} comes without routed experts: routing replay needs an engine that reports them; "
-                         "switch the replay off or the report on")  # fmt: skip
+        raise ValueError(
+            f"{name} comes without routed experts: routing replay needs an engine that reports them; "
+            "switch the replay off or the report on"
+        )
     recorded = np.asarray(t.routed_experts)
     want = f"[{n - 1} or {n}, {routes.n_layers}, {routes.top_k}]"
     if recorded.ndim != 3 or recorded.shape[1:] != (routes.n_layers, routes.top_k) or len(recorded) not in (n - 1, n):
-        raise ValueError(f"{name} has routed experts of shape {list(recorded.shape)}: {want} = (input tokens, "
-                         "mixture-of-experts layers, top-k) is needed")  # fmt: skip
+        raise ValueError(
+            f"{name} has routed experts of shape {list(recorded.shape)}: {want} = (input tokens, "
+            "mixture-of-experts layers, top-k) is needed"
+        )
     native = recorded == NATIVE_ROUTE
     ordered = np.sort(recorded, axis=-1)
     problems = {

@@ -75,32 +75,34 @@ class SortTask:
             have += len(rows[-1])
         return np.concatenate(rows)[:n]
 
-    def prompts(self, tokenizer: Tokenizer, split: Split, n: int, seed: int = 0) -> list[Prompt]:
-        """``n`` different problems of one split, the same for the same seed; ``prompt_id`` is the problem itself.
+    def problems(self, split: Split, n: int, seed: int = 0) -> list[str]:
+        """``n`` different problems of one split, as digits, the same for the same seed.
 
         Raises:
             ValueError: the split has fewer than ``n`` problems.
         """
         powers = 10 ** np.arange(self.n_digits)[::-1]
         everything = np.arange(10**self.n_digits)[:, None] // powers % 10
-        available = everything[self.is_held_out(everything) == (split == "test")]
+        available = np.flatnonzero(self.is_held_out(everything) == (split == "test"))
         if n > len(available):
             raise ValueError(
-                f"{n} {split} problems wanted, {len(available)} of {self.n_digits} digits exist: ask for fewer"
+                f"{n} {split} problems wanted, {len(available)} of {self.n_digits} digits exist: ask for less"
             )
-        chosen = np.random.default_rng(seed).permutation(len(available))[:n]
-        return [self._prompt(tokenizer, row) for row in available[chosen]]
+        chosen = np.random.default_rng(seed).permutation(available)[:n]
+        return [f"{code:0{self.n_digits}d}" for code in chosen]
 
-    def _prompt(self, tokenizer: Tokenizer, digits: np.ndarray) -> Prompt:
-        problem = "".join(map(str, digits))
-        text = problem + "="
-        return Prompt(
-            prompt_id=problem,
-            text=text,
-            token_ids=np.array(tokenizer.encode(text), np.int32),
-            answer="".join(sorted(problem)),
-            source=f"sort{self.n_digits}",
-        )
+    def answer(self, problem: str) -> str:
+        """The right answer to a problem."""
+        return "".join(sorted(problem))
+
+    def prompts(self, tokenizer: Tokenizer, split: Split, n: int, seed: int = 0) -> list[Prompt]:
+        """``problems`` as prompts; ``prompt_id`` is the problem itself."""
+        problems = self.problems(split, n, seed)
+        texts = [problem + "=" for problem in problems]
+        return [
+            Prompt(problem, text, np.array(ids, np.int32), self.answer(problem), f"sort{self.n_digits}")
+            for problem, text, ids in zip(problems, texts, tokenizer.encode_batch(texts), strict=True)
+        ]
 
     def demonstrations(self, rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
         """``n`` examples for the warm start, all from training problems.
