@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from sat_jax.metrics import EVALUATIONS_FILE, METRICS_FILE, RESUMES_FILE, SAMPLES_FILE, Truncation
+
+LEDGER_FILE = "ledger.jsonl"
 
 Histogram = Mapping[str, int]
 """Value -> count, as ``metrics.value_counts`` writes it."""
@@ -30,6 +34,7 @@ class Run:
         histograms: per histogram metric, one entry a step; None where a step lacks it.
         evaluations: lines of evaluations.jsonl by rising step; the last one of a step counts.
         samples: some lines of samples.jsonl, spread evenly over the run.
+        groups: how many prompt groups are in which state now (``trained``, ``stale`` ...), by ledger.jsonl.
         notices: whatever a reader must be told: cut-off lines, numbers that were not finite, resumes.
     """
 
@@ -41,6 +46,7 @@ class Run:
     histograms: Mapping[str, Sequence[Histogram | None]]
     evaluations: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
+    groups: Mapping[str, int]
     notices: Sequence[str]
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -109,6 +115,7 @@ def read_run(path: Path, max_samples: int = 400) -> Run:
         histograms=histograms,
         evaluations=[evaluations[step] for step in sorted(evaluations)],
         samples=samples,
+        groups=_group_states(path / LEDGER_FILE),
         notices=notices,
     )
 
@@ -254,3 +261,15 @@ def _read_samples(path: Path, limit: int, notices: list[str]) -> list[dict[str, 
                     raise ValueError(f"{path} line {index + 1} is not JSON: restore or delete that line") from error
                 notices.append(f"the last line of {path.name} (line {index + 1}) is half-written and was skipped")
     return samples
+
+
+_LEDGER_ENTRY = re.compile(rb'"group_id": "((?:[^"\\]|\\.)*)".*?"state": "(\w+)"')
+
+
+def _group_states(path: Path) -> dict[str, int]:
+    """Groups by their newest state. Lines are not parsed as JSON: a long run's ledger has a million of them."""
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        newest = {match[1]: match[2] for line in file if (match := _LEDGER_ENTRY.search(line))}
+    return {state.decode(): count for state, count in Counter(newest.values()).most_common()}

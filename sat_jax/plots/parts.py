@@ -1,4 +1,4 @@
-"""What the figures of ``plots`` are made of: style, palette, panels, bars, legends.
+"""What ``figures`` are made of: style, palette, panels, bars, legends.
 
 Colour says which run, line style which series; with a single run, colour says which series. The palette is Okabe and
 Ito's, which stays apart under the common colour-vision deficiencies. Long runs are binned so that a figure stays small
