@@ -9,7 +9,9 @@ A group's life::
     any of these -> requeued                  goes back to be issued again: a stale group under "requeue", what was in
                                               flight when a run stopped, what a resumed run has to repeat
 
-``requeued`` is the only way back. Whoever trains, drops or filters a group twice without one in between has doubled it.
+``requeued`` is the only way back, and where a resumed run starts from: it either issues the group again or, where the
+checkpoint holds its responses, goes on with ``generated``. Whoever trains, drops or filters a group twice without a
+``requeued`` in between has doubled it.
 """
 
 from __future__ import annotations
@@ -24,24 +26,36 @@ from typing import IO, Literal, get_args
 
 State = Literal["issued", "generated", "trained", "stale", "filtered", "failed", "requeued"]
 
+GroupName = tuple[str, str, int]
+"""``group_id, prompt_id, position``."""
+
 _FOLLOWERS: dict[State | None, set[State]] = {
-    None: {"issued"},
+    None: {"issued", "requeued"},
     "issued": {"generated", "filtered", "failed", "requeued"},
     "generated": {"trained", "stale", "filtered", "failed", "requeued"},
     "trained": {"requeued"},
     "stale": {"requeued"},
     "filtered": {"requeued"},
     "failed": {"requeued"},
-    "requeued": {"issued", "requeued"},
+    "requeued": {"issued", "generated", "requeued"},
 }
 _ENDS = {"trained", "stale", "filtered", "failed"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One line: ``version`` is the policy version it concerns (published at issue, oldest token afterwards), ``step``
-    the
-    learner step known then, ``time`` Unix seconds, ``note`` a reason where there is one."""
+    """One line of the file.
+
+    Attributes:
+        group_id: the group.
+        prompt_id: its problem.
+        state: what it has become.
+        version: the policy version concerned: the published one at issue, that of the oldest token afterwards.
+        step: the learner step known then.
+        time: Unix seconds.
+        position: the group's place in the prompt stream.
+        note: the reason, where there is one.
+    """
 
     group_id: str
     prompt_id: str
@@ -49,6 +63,7 @@ class Entry:
     version: int
     step: int
     time: float
+    position: int = -1
     note: str = ""
 
 
@@ -62,16 +77,13 @@ class Ledger:
             _drop_torn_line(Path(path))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
 
-    def write(self, entries: Iterable[tuple[str, str, State]], version: int, step: int, note: str = "") -> None:
-        """Writes ``(group_id, prompt_id, state)`` lines and flushes them."""
+    def write(self, groups: Iterable[GroupName], state: State, version: int, step: int, note: str = "") -> None:
+        """One line for each ``(group_id, prompt_id, position)``, then a flush."""
         if self._file is None:
             return
-        now = time.time()
-        for group_id, prompt_id, state in entries:
-            record = {"group_id": group_id, "prompt_id": prompt_id, "state": state, "version": version, "step": step}
-            record["time"] = round(now, 3)
-            if note:
-                record["note"] = note
+        now = round(time.time(), 3)
+        for group_id, prompt_id, position in groups:
+            record = dataclasses.asdict(Entry(group_id, prompt_id, state, version, step, now, position, note))
             self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 

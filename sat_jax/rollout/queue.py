@@ -13,15 +13,14 @@ finish in order; those that did not are caught by ``take``.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
-from sat_jax.rollout.ledger import Ledger, State
+from sat_jax.rollout.ledger import Entry, GroupName, Ledger, State
 from sat_jax.types import Group, Prompt
 
 StalePolicy = Literal["drop", "requeue"]
@@ -31,25 +30,34 @@ class QueueStopped(RuntimeError):  # noqa: N818 - an event, not a fault: somebod
     """Raised to whoever waits for groups when the queue is stopped."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Ticket:
-    """Permission to generate one group. ``serial`` counts issues within the run and orders groups for the learner."""
+class Ticket(Protocol):
+    """A prompt at its place in the prompt stream, as the stream hands it out.
 
-    group_id: str
-    serial: int
-    prompt: Prompt
+    ``position`` orders groups for the learner and stays, however often the group is generated.
+    """
+
+    @property
+    def position(self) -> int:
+        """Place in the stream."""
+
+    @property
+    def group_id(self) -> str:
+        """Unique within a run."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """The problem."""
 
 
 class GroupQueue:
-    """Thread-safe: one producer (``wait_for_room``, ``issue``, ``put``, ``filter``, ``fail``) and one consumer
-    (``take``,
-    ``trained``, ``snapshot``).
+    """Thread-safe, one producer (``issue``, ``put``, ``filter``, ``fail``) and one consumer (``take``, ``trained``).
 
     Args:
         groups_per_step: groups of one learner batch.
         max_staleness: a group is too old when ``version - oldest token's version`` exceeds this.
         on_stale: ``drop`` ends such a group, ``requeue`` has it generated again, before new prompts.
         max_groups: most groups that may wait or be in flight; None where only the formula above bounds them.
+        group_timeout: seconds after which a group in flight fails the run by name, in ``take``; None waits for ever.
         ledger: where changes of state are written.
         version: the learner version at the start. The staleness budget counts from here, so a resumed run gets the room
             of ``max_staleness + 1`` batches and not that of every version since 0.
@@ -65,6 +73,7 @@ class GroupQueue:
         *,
         on_stale: StalePolicy = "drop",
         max_groups: int | None = None,
+        group_timeout: float | None = None,
         ledger: Ledger | None = None,
         version: int = 0,
     ) -> None:
@@ -72,25 +81,22 @@ class GroupQueue:
             raise ValueError(f"groups_per_step = {groups_per_step}: must be at least 1")
         if max_staleness < 0:
             raise ValueError(f"max_staleness = {max_staleness}: must be >= 0; 0 is synchronous training")
-        if on_stale not in ("drop", "requeue"):
+        if on_stale not in get_args(StalePolicy):
             raise ValueError(f"on_stale = {on_stale!r}: must be 'drop' or 'requeue'")
         if max_groups is not None and max_groups < groups_per_step:
             raise ValueError(f"queue_groups = {max_groups}: must hold one batch of {groups_per_step} groups; raise it")
         self.groups_per_step, self.max_staleness, self.on_stale = groups_per_step, max_staleness, on_stale
-        self._max_groups = max_groups
+        self._max_groups, self._group_timeout = max_groups, group_timeout
         self._ledger = ledger or Ledger(None)
         self._changed = threading.Condition()
         self._version = self._step = version
         self._accepted = version * groups_per_step
-        self._serial = self._cursor = 0
+        self._cursor = 0
         self._running: dict[str, tuple[Ticket, float]] = {}
-        self._ready: list[tuple[int, Group]] = []
-        self._taken: dict[str, Ticket] = {}
-        self._tickets: dict[str, Ticket] = {}  # of everything in _ready
+        self._ready: list[tuple[Ticket, Group]] = []
+        self._taken: dict[str, tuple[Ticket, Group]] = {}
         self._requeued: list[Ticket] = []
-        self._counts: dict[State, int] = dict.fromkeys(
-            ("issued", "generated", "trained", "stale", "filtered", "failed", "requeued"), 0
-        )
+        self._counts: dict[str, int] = dict.fromkeys(get_args(State), 0)
         self._error: BaseException | None = None
         self._stopped = self._exhausted = self._closed = False
 
@@ -102,21 +108,21 @@ class GroupQueue:
         with self._changed:
             return self._capacity()
 
-    def _capacity(self) -> int:
-        room = (self.max_staleness + self._version + 1) * self.groups_per_step - self._accepted - len(self._running)
-        if self._max_groups is not None:
-            room = min(room, self._max_groups - len(self._ready) - len(self._running))
-        return max(room, 0)
-
     def wait_for_room(self, timeout: float | None = None) -> int:
         """Blocks until a group may be started; returns how many, or 0 once the queue is stopped or time has run out."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._capacity() > 0, timeout)
             return 0 if self._stopped else self._capacity()
 
-    def issue(self, prompts: Iterator[Prompt]) -> Ticket | None:
-        """A ticket for the next group: requeued ones first, then the next of ``prompts``; None where both are
-        exhausted.
+    def next_batch(self) -> tuple[int, int]:
+        """``(step, missing)``: the learner step whose batch is being filled, counting finished and running groups, and
+        how many groups that batch still lacks (at least 1)."""
+        with self._changed:
+            step, filled = divmod(self._accepted + len(self._running), self.groups_per_step)
+            return step, self.groups_per_step - filled
+
+    def issue(self, stream: Iterator[Ticket]) -> Ticket | None:
+        """The next group to generate: requeued ones first, then the next of ``stream``; None where both have ended.
 
         Raises:
             RuntimeError: there is no room; ask ``wait_for_room`` first.
@@ -126,13 +132,12 @@ class GroupQueue:
                 raise RuntimeError("issue() without room: call wait_for_room() first")
             if self._requeued:
                 ticket = self._requeued.pop(0)
+            elif (drawn := next(stream, None)) is not None:
+                ticket, self._cursor = drawn, drawn.position + 1
             else:
-                prompt = next(prompts, None)
-                if prompt is None:
-                    return None
-                ticket = Ticket(f"{self._serial:06d}:{prompt.prompt_id}", self._serial, prompt)
-                self._serial += 1
-                self._cursor += 1
+                self._exhausted = True
+                self._changed.notify_all()
+                return None
             self._running[ticket.group_id] = (ticket, time.monotonic())
             self._record([ticket], "issued", self._version)
             return ticket
@@ -145,8 +150,7 @@ class GroupQueue:
         """
         with self._changed:
             ticket = self._leave_running(group.group_id)
-            bisect.insort(self._ready, (ticket.serial, group), key=lambda item: item[0])
-            self._tickets[ticket.group_id] = ticket
+            bisect.insort(self._ready, (ticket, group), key=_position)
             self._accepted += 1
             self._record([ticket], "generated", group.oldest_version)
             self._changed.notify_all()
@@ -156,14 +160,8 @@ class GroupQueue:
         self._end_running(group_id, "filtered", note)
 
     def fail(self, group_id: str, note: str) -> None:
-        """Ends a group in flight that was lost, aborted or timed out; its room becomes free."""
+        """Ends a group in flight that was lost or aborted; its room becomes free."""
         self._end_running(group_id, "failed", note)
-
-    def overdue(self, seconds: float) -> list[Ticket]:
-        """Groups in flight for longer than ``seconds``."""
-        limit = time.monotonic() - seconds
-        with self._changed:
-            return [ticket for ticket, since in self._running.values() if since < limit]
 
     def set_version(self, version: int) -> None:
         """The engine has been given the weights of ``version``; room opens up.
@@ -179,17 +177,8 @@ class GroupQueue:
             self._version = version
             self._changed.notify_all()
 
-    def exhaust(self) -> None:
-        """No more prompts: ``take`` hands out what is left and then empty lists."""
-        with self._changed:
-            self._exhausted = True
-            self._changed.notify_all()
-
     def abort(self, error: BaseException) -> None:
-        """The producer has died of ``error``: whoever waits in ``take``, now or later, gets it raised.
-
-        The first wins.
-        """
+        """The producer has died of ``error``: who waits in ``take``, now or later, gets it raised. The first wins."""
         with self._changed:
             self._error = self._error or error
             self._stopped = True
@@ -198,14 +187,14 @@ class GroupQueue:
     # ------------------------------------------------------------------ consumer
 
     def take(self, n: int, version: int, timeout: float | None = None) -> list[Group]:
-        """The groups of one learner step, in issue order.
+        """The groups of one learner step, in stream order.
 
         Waits for ``n`` groups that are not too old for a learner at ``version``; older ones are dropped or requeued and
-        counted. Fewer than ``n`` come back only after ``exhaust``, when nothing is left in flight.
+        counted. Fewer than ``n`` come back only after the prompt stream has ended and nothing is left in flight.
 
         Raises:
             QueueStopped: ``stop`` was called.
-            TimeoutError: ``timeout`` seconds went by; names what is in flight.
+            TimeoutError: ``timeout`` seconds went by, or one group took longer than ``group_timeout``; names it.
             BaseException: whatever the producer died of.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -220,29 +209,26 @@ class GroupQueue:
                 drained = self._exhausted and not self._running and not self._requeued
                 if len(self._ready) >= n or drained:
                     break
-                remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
-                    waiting = ", ".join(self._running) or "none"
-                    raise TimeoutError(
-                        f"{len(self._ready)} of {n} groups after {timeout} s; in flight: {waiting}; raise the timeout "
-                        "or look at the engine"
-                    )
-                self._changed.wait(remaining)
+                self._changed.wait(self._patience(n, deadline))
             taken, self._ready = self._ready[:n], self._ready[n:]
-            groups = [group for _, group in taken]
-            for group in groups:
-                self._taken[group.group_id] = self._tickets.pop(group.group_id)
+            self._taken.update({group.group_id: (ticket, group) for ticket, group in taken})
             self._changed.notify_all()  # room where max_groups bounds the queue
-            return groups
+            return [group for _, group in taken]
 
     def trained(self, groups: Sequence[Group], step: int) -> None:
-        """The learner has applied its update on ``groups``; ``step`` is its version after it."""
+        """The learner has applied its update on ``groups``; ``step`` is its version after it.
+
+        Raises:
+            ValueError: a group that was not taken, or is reported twice.
+        """
         with self._changed:
             self._step = step
             for group in groups:
                 if group.group_id not in self._taken:
-                    raise ValueError(f"group {group.group_id} was not taken from this queue: it would be counted twice")
-                self._record([self._taken.pop(group.group_id)], "trained", group.oldest_version)
+                    raise ValueError(
+                        f"group {group.group_id} was not taken, or trained on before: it would count twice"
+                    )
+                self._record([self._taken.pop(group.group_id)[0]], "trained", group.oldest_version)
 
     def stop(self) -> None:
         """Wakes up everybody who waits. A second call does nothing."""
@@ -252,12 +238,12 @@ class GroupQueue:
 
     def close(self) -> None:
         """Stops, and gives back everything that has no end yet (``requeued`` in the ledger). A second call does
-        nothing.
-        Call it after the producer has ended."""
+        nothing. Call it after the producer has ended."""
         with self._changed:
             self._stopped = True
             if not self._closed:
-                self._record(self._pending(), "requeued", self._version, "run ended")
+                held = [ticket for ticket, _ in (*self._ready, *self._taken.values())]
+                self._record(sorted(held + self._in_flight(), key=lambda t: t.position), "requeued", self._version)
                 self._ledger.close()
             self._closed = True
             self._changed.notify_all()
@@ -269,84 +255,102 @@ class GroupQueue:
 
     # ------------------------------------------------------------------ checkpoints and metrics
 
-    def snapshot(self) -> dict[str, Any]:
-        """What a checkpoint has to keep: JSON-ready.
+    def snapshot(self) -> tuple[dict[str, Any], list[Group]]:
+        """What a checkpoint has to keep: a JSON-ready state, and the finished groups that nobody has trained on.
 
-        ``cursor`` prompts have been drawn from the source; ``pending`` (in issue order) have no end yet and are
-        generated again after a resume; ``serial`` is the next group's number.
+        The state holds ``cursor`` (the stream position to go on from), ``in_flight`` (positions to be generated again),
+        ``held`` (positions of the returned groups, in the same order) and ``counts``.
         """
         with self._changed:
-            pending = [
-                {"group_id": t.group_id, "serial": t.serial, "prompt_id": t.prompt.prompt_id} for t in self._pending()
-            ]
-            return {"cursor": self._cursor, "serial": self._serial, "pending": pending, "counts": dict(self._counts)}
-
-    def waiting(self) -> list[Group]:
-        """The finished groups that no learner step has taken yet, in issue order."""
-        with self._changed:
-            return [group for _, group in self._ready]
+            held = sorted((*self._ready, *self._taken.values()), key=_position)
+            state = {
+                "cursor": self._cursor,
+                "in_flight": [t.position for t in self._in_flight()],
+                "held": [ticket.position for ticket, _ in held],
+                "counts": dict(self._counts),
+            }
+            return state, [group for _, group in held]
 
     def restore(
         self,
         state: Mapping[str, Any],
-        lookup: Callable[[str], Prompt],
-        history: Iterable[tuple[str, str]] = (),
-        waiting: Iterable[Group] = (),
+        groups: Sequence[Group],
+        ticket_at: Callable[[int], Ticket],
+        history: Iterable[Entry] = (),
     ) -> None:
-        """Takes up where ``snapshot`` was made: pending groups are issued first, then prompts from ``cursor`` on.
+        """Takes up where ``snapshot`` was made. The caller sets its stream to ``state["cursor"]``.
 
         Args:
-            state: what ``snapshot`` returned.
-            lookup: the prompt of a ``prompt_id``.
-            waiting: finished groups that were stored with the snapshot. Those that it lists as pending are ready at
-                once, as they were sampled; the other pending ones are generated again.
-            history: ``(group_id, prompt_id)`` of every group in the run's ledger. Those that the snapshot does not know
-                as ended (they were issued or trained after it) are marked ``requeued``, for they happen again.
+            state: the state of the snapshot.
+            groups: its groups: they are handed out first, as they were sampled.
+            ticket_at: the stream's ticket at a position; those in flight are issued again before the stream goes on.
+            history: the run's ledger so far. Groups that were issued or trained after the snapshot are marked
+                ``requeued``, for it will happen again.
 
         Raises:
             RuntimeError: the queue has been used.
-            KeyError: ``lookup`` does not know a pending prompt.
+            ValueError: groups that do not belong to the state.
         """
         with self._changed:
-            if self._serial or self._requeued:
+            if self._cursor or self._ready or self._requeued:
                 raise RuntimeError("restore() needs a fresh queue")
-            self._cursor, self._serial = int(state["cursor"]), int(state["serial"])
-            self._counts.update(state["counts"])
-            finished = {group.group_id: group for group in waiting}
-            for entry in state["pending"]:
-                ticket = Ticket(entry["group_id"], int(entry["serial"]), lookup(entry["prompt_id"]))
-                if ticket.group_id in finished:
-                    self._ready.append((ticket.serial, finished[ticket.group_id]))
-                    self._tickets[ticket.group_id] = ticket
-                else:
-                    self._requeued.append(ticket)
-            self._accepted += len(self._ready)
-            kept = {t.group_id: t.prompt.prompt_id for t in self._tickets.values()}
-            again = {t.group_id: t.prompt.prompt_id for t in self._requeued} | kept
-            again |= {g: p for g, p in history if g not in again and int(g.split(":", 1)[0]) >= self._serial}
-            self._counts["requeued"] += len(self._requeued)
-            self._ledger.write(
-                ((g, p, "requeued") for g, p in again.items()), self._version, self._step, "resumed from a checkpoint"
-            )
-            # Whatever the file said of them last, they are waiting again: spelt out, so that the audit stays simple.
-            again_states: tuple[State, State] = ("issued", "generated")
-            for state_again in again_states:
-                self._ledger.write(
-                    ((g, p, state_again) for g, p in kept.items()), self._version, self._step, "kept by the checkpoint"
+            tickets = [ticket_at(position) for position in state["held"]]
+            if [t.group_id for t in tickets] != [g.group_id for g in groups]:
+                raise ValueError(
+                    f"the checkpoint's groups {[g.group_id for g in groups]} are not those of its state "
+                    f"{[t.group_id for t in tickets]}: resume with the prompts and the seed of the run"
                 )
-
-    @property
-    def cursor(self) -> int:
-        """Prompts drawn from the source so far, requeued ones not counted twice."""
-        return self._cursor
+            self._cursor = int(state["cursor"])
+            self._ready = list(zip(tickets, groups, strict=True))
+            self._accepted += len(groups)
+            self._requeued = [ticket_at(position) for position in state["in_flight"]]
+            self._counts.update(state["counts"])
+            last = {entry.group_id: entry for entry in history}
+            held = [t for t in tickets if t.group_id not in last or last[t.group_id].state != "generated"]
+            names = [_name(t) for t in held + self._requeued]
+            known = {name[0] for name in names}
+            names += [
+                (e.group_id, e.prompt_id, e.position)
+                for e in last.values()
+                if e.position >= self._cursor and e.group_id not in known and e.state != "requeued"
+            ]
+            self._ledger.write(names, "requeued", self._version, self._step, "resumed")
+            self._ledger.write(map(_name, held), "generated", self._version, self._step, "kept in the checkpoint")
 
     def counts(self) -> dict[str, int]:
         """Changes of state so far, by state, and the groups that are now ``ready``, ``running`` and ``accepted``."""
         with self._changed:
             now = {"ready": len(self._ready), "running": len(self._running), "accepted": self._accepted}
-            return {str(state): n for state, n in self._counts.items()} | now
+            return self._counts | now
 
     # ------------------------------------------------------------------ inside, under the lock
+
+    def _capacity(self) -> int:
+        room = (self.max_staleness + self._version + 1) * self.groups_per_step - self._accepted - len(self._running)
+        if self._max_groups is not None:
+            room = min(room, self._max_groups - len(self._ready) - len(self._running))
+        return max(room, 0)
+
+    def _patience(self, n: int, deadline: float | None) -> float | None:
+        """Seconds until the next limit is reached; raises where one has been."""
+        now = time.monotonic()
+        if deadline is not None and now >= deadline:
+            raise TimeoutError(
+                f"{len(self._ready)} of {n} groups in time; in flight: {', '.join(self._running) or 'none'}; "
+                "allow more time or look at the engine"
+            )
+        limits = [] if deadline is None else [deadline]
+        if self._group_timeout is not None and self._running:
+            ticket, since = min(self._running.values(), key=lambda item: item[1])
+            if now >= since + self._group_timeout:
+                raise TimeoutError(
+                    f"group {ticket.group_id} is in flight for more than {self._group_timeout} s: raise "
+                    "group_timeout_s, or look at the engine and the reward"
+                )
+            limits.append(since + self._group_timeout)
+        elif self._group_timeout is not None:
+            limits.append(now + self._group_timeout)  # nothing to time yet: look again
+        return min(limits) - now if limits else None
 
     def _leave_running(self, group_id: str) -> Ticket:
         if group_id not in self._running:
@@ -359,29 +363,36 @@ class GroupQueue:
             self._changed.notify_all()
 
     def _drop_stale(self, version: int) -> None:
+        fresh = [item for item in self._ready if version - item[1].oldest_version <= self.max_staleness]
         stale = [item for item in self._ready if version - item[1].oldest_version > self.max_staleness]
         if not stale:
             return
-        self._ready = [item for item in self._ready if version - item[1].oldest_version <= self.max_staleness]
-        for _, group in stale:
-            ticket = self._tickets.pop(group.group_id)
+        for ticket, group in stale:
             self._record([ticket], "stale", group.oldest_version)
             if self.on_stale == "requeue":
-                bisect.insort(self._requeued, ticket, key=lambda t: t.serial)
+                bisect.insort(self._requeued, ticket, key=lambda t: t.position)
                 self._record([ticket], "requeued", self._version)
+        self._ready = fresh
         self._accepted -= len(stale)
         self._changed.notify_all()
 
-    def _pending(self) -> list[Ticket]:
-        tickets = [t for t, _ in self._running.values()] + list(self._tickets.values()) + list(self._taken.values())
-        return sorted(tickets + self._requeued, key=lambda t: t.serial)
+    def _in_flight(self) -> list[Ticket]:
+        return sorted([*(t for t, _ in self._running.values()), *self._requeued], key=lambda t: t.position)
 
     def _record(self, tickets: Sequence[Ticket], state: State, version: int, note: str = "") -> None:
         self._counts[state] += len(tickets)
-        self._ledger.write(((t.group_id, t.prompt.prompt_id, state) for t in tickets), version, self._step, note)
+        self._ledger.write(map(_name, tickets), state, version, self._step, note)
 
 
 def token_staleness(groups: Iterable[Group], version: int) -> np.ndarray:
     """int32 [tokens]: ``version - policy_version`` of every response token in ``groups``."""
     versions = [t.policy_versions for group in groups for t in group.trajectories]
     return version - np.concatenate([np.zeros(0, np.int32), *versions]).astype(np.int32)
+
+
+def _position(item: tuple[Ticket, Group]) -> int:
+    return item[0].position
+
+
+def _name(ticket: Ticket) -> GroupName:
+    return ticket.group_id, ticket.prompt.prompt_id, ticket.position

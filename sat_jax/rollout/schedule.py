@@ -95,8 +95,8 @@ class Schedule:
         """
         if self.interval > max_staleness + 1:
             raise ValueError(
-                f"update_weights_interval = {self.interval} > max_staleness + 1 = {max_staleness + 1}: the engine would "
-                f"run out of room before new weights arrive; set max_staleness >= {self.interval - 1}"
+                f"update_weights_interval = {self.interval} > max_staleness + 1 = {max_staleness + 1}: the engine "
+                f"would run out of room before new weights arrive; set max_staleness >= {self.interval - 1}"
             )
         if self.max_lag > max_staleness:
             raise ValueError(

@@ -14,10 +14,11 @@ def story(*states, group="g") -> list[Entry]:
 def test_lines_have_the_interfaces_keys_and_are_flushed(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    ledger.write([("0:a", "a", "issued")], version=3, step=4)
-    ledger.write([("0:a", "a", "failed")], version=3, step=4, note="engine lost it")
+    ledger.write([("0:a", "a", 7)], "issued", version=3, step=4)
+    ledger.write([("0:a", "a", 7)], "failed", version=3, step=4, note="engine lost it")
     lines = [json.loads(line) for line in path.read_text().splitlines()]  # before close: flushed each time
-    assert set(lines[0]) == {"group_id", "prompt_id", "state", "version", "step", "time"}
+    assert set(lines[0]) >= {"group_id", "prompt_id", "state", "version", "step", "time"}
+    assert lines[0]["position"] == 7
     assert lines[1]["note"] == "engine lost it"
     ledger.close()
     ledger.close()
@@ -27,13 +28,13 @@ def test_lines_have_the_interfaces_keys_and_are_flushed(tmp_path):
 def test_a_torn_last_line_is_cut_before_appending(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    ledger.write([("0:a", "a", "issued")], 0, 0)
+    ledger.write([("0:a", "a", 0)], "issued", 0, 0)
     ledger.close()
     with open(path, "a") as file:
         file.write('{"group_id": "1:b", "sta')
     assert len(read_ledger(path)) == 1
     ledger = Ledger(path)
-    ledger.write([("0:a", "a", "generated")], 0, 0)
+    ledger.write([("0:a", "a", 0)], "generated", 0, 0)
     ledger.close()
     assert [e.state for e in read_ledger(path)] == ["issued", "generated"]
 

@@ -1,6 +1,8 @@
 """The bounded queue: back-pressure, staleness, order, resume, and that nobody ever hangs."""
 
+import dataclasses
 import itertools
+import json
 import threading
 import time
 
@@ -18,8 +20,21 @@ def prompt(i) -> Prompt:
     return Prompt(f"p{i}", f"prompt {i}", np.array([1, 2, 3], np.int32), str(i), "test")
 
 
-def prompts():
-    return (prompt(i) for i in itertools.count())
+@dataclasses.dataclass(frozen=True)
+class Place:
+    position: int
+
+    @property
+    def prompt(self) -> Prompt:
+        return prompt(self.position)
+
+    @property
+    def group_id(self) -> str:
+        return f"0:p{self.position}"
+
+
+def stream(start=0, stop=None):
+    return map(Place, itertools.count(start) if stop is None else range(start, stop))
 
 
 def group(ticket, versions=(0,)) -> Group:
@@ -43,7 +58,7 @@ def ids(groups) -> list[str]:
 
 
 def test_capacity_is_the_formula():
-    queue, source = GroupQueue(groups_per_step=2, max_staleness=1), prompts()
+    queue, source = GroupQueue(groups_per_step=2, max_staleness=1), stream()
     assert queue.capacity == 4
     tickets = [queue.issue(source) for _ in range(4)]
     assert queue.capacity == 0
@@ -63,7 +78,7 @@ def test_capacity_counts_from_the_resumed_version():
 
 
 def test_max_groups_bounds_what_waits():
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=9, max_groups=2), prompts()
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=9, max_groups=2), stream()
     tickets = [queue.issue(source) for _ in range(2)]
     assert queue.wait_for_room(timeout=0.01) == 0
     queue.put(group(tickets[0]))
@@ -73,7 +88,7 @@ def test_max_groups_bounds_what_waits():
 
 
 def test_take_hands_out_in_issue_order_whatever_finishes_first():
-    queue, source = GroupQueue(groups_per_step=3, max_staleness=0), prompts()
+    queue, source = GroupQueue(groups_per_step=3, max_staleness=0), stream()
     tickets = [queue.issue(source) for _ in range(3)]
     for ticket in reversed(tickets):
         queue.put(group(ticket))
@@ -84,7 +99,7 @@ def test_take_hands_out_in_issue_order_whatever_finishes_first():
 def test_stale_groups_are_dropped_or_requeued_and_counted(policy, expected, tmp_path):
     path = tmp_path / "ledger.jsonl"
     queue = GroupQueue(groups_per_step=1, max_staleness=2, on_stale=policy, ledger=Ledger(path))
-    source = prompts()
+    source = stream()
     first, second, third = (queue.issue(source) for _ in range(3))
     queue.put(group(first, [0]))
     queue.put(group(second, [3, 3]))
@@ -103,7 +118,7 @@ def test_stale_groups_are_dropped_or_requeued_and_counted(policy, expected, tmp_
 
 
 def test_versions_three_four_five_trained_at_six():
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=3), prompts()
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=3), stream()
     queue.put(group(queue.issue(source), [3, 4, 5]))
     (taken,) = queue.take(1, 6)
     assert token_staleness([taken], 6).tolist() == [3, 2, 1]
@@ -111,7 +126,7 @@ def test_versions_three_four_five_trained_at_six():
 
 
 def test_a_group_ends_once():
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=0), prompts()
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=0), stream()
     ticket = queue.issue(source)
     queue.put(group(ticket))
     for again in (lambda: queue.put(group(ticket)), lambda: queue.fail(ticket.group_id, "late")):
@@ -119,7 +134,7 @@ def test_a_group_ends_once():
             again()
     taken = queue.take(1, 0)
     queue.trained(taken, 1)
-    with pytest.raises(ValueError, match="counted twice"):
+    with pytest.raises(ValueError, match="count twice"):
         queue.trained(taken, 1)
 
 
@@ -136,7 +151,7 @@ def test_producer_error_reaches_a_waiting_consumer_at_once():
 
 
 def test_stop_wakes_both_sides_and_twice_is_a_no_op():
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=0), prompts()
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=0), stream()
     queue.issue(source)
     results = {}
 
@@ -162,18 +177,33 @@ def test_stop_wakes_both_sides_and_twice_is_a_no_op():
 
 def test_take_times_out_and_names_what_is_in_flight():
     queue = GroupQueue(groups_per_step=1, max_staleness=0)
-    queue.issue(prompts())
-    with pytest.raises(TimeoutError, match="000000:p0"):
+    queue.issue(stream())
+    with pytest.raises(TimeoutError, match="0 of 1 groups in time; in flight: 0:p0"):
         queue.take(1, 0, timeout=0.02)
-    assert [t.group_id for t in queue.overdue(0.0)] == ["000000:p0"]
-    assert queue.overdue(60.0) == []
+
+
+def test_a_group_that_never_returns_fails_the_run_by_name():
+    queue, source = GroupQueue(groups_per_step=2, max_staleness=0, group_timeout=0.1), stream()
+    queue.put(group(queue.issue(source)))
+    queue.issue(source)
+    with pytest.raises(TimeoutError, match=r"group 0:p1 is in flight for more than 0.1 s"):
+        queue.take(2, 0, timeout=30)
+
+
+def test_next_batch_counts_finished_and_running():
+    queue, source = GroupQueue(groups_per_step=3, max_staleness=2, version=5), stream()
+    assert queue.next_batch() == (5, 3)
+    tickets = [queue.issue(source) for _ in range(4)]
+    assert queue.next_batch() == (6, 2)
+    queue.filter(tickets[0].group_id)
+    queue.put(group(tickets[1], [5]))
+    assert queue.next_batch() == (6, 3)
 
 
 def test_exhausted_source_hands_out_the_rest():
-    queue, source = GroupQueue(groups_per_step=2, max_staleness=0), iter([prompt(0)])
+    queue, source = GroupQueue(groups_per_step=2, max_staleness=0), stream(0, 1)
     ticket = queue.issue(source)
     assert queue.issue(source) is None
-    queue.exhaust()
     queue.put(group(ticket))
     assert ids(queue.take(2, 0)) == ["p0"]
     assert queue.take(2, 1) == []
@@ -199,63 +229,96 @@ def test_impossible_settings_are_refused(settings, words):
         GroupQueue(**settings)
 
 
-@pytest.mark.parametrize("policy", ["drop", "requeue"])
-def test_resume_neither_skips_nor_repeats(policy, tmp_path):
-    """Fault 37: generated {0,1,2,3}, trained {0,1}, cursor 4, crash -> next batch {2,3}; the epoch sees every id
-    once."""
+def test_resume_neither_skips_nor_repeats(tmp_path):
+    """Fault 37: generated {0,1,2}, 3 in flight, trained {0,1}, cursor 4, crash -> next batch {2,3}; every id once."""
     path = tmp_path / "ledger.jsonl"
-    queue = GroupQueue(groups_per_step=2, max_staleness=1, on_stale=policy, ledger=Ledger(path))
-    source = (prompt(i) for i in range(8))
+    queue, source = GroupQueue(groups_per_step=2, max_staleness=1, ledger=Ledger(path)), stream(0, 8)
     tickets = [queue.issue(source) for _ in range(4)]
-    for ticket in tickets:
+    for ticket in tickets[:3]:
         queue.put(group(ticket))
     queue.trained(queue.take(2, 0), 1)
-    state = queue.snapshot()
-    assert state["cursor"] == 4
+    state, groups = queue.snapshot()
+    assert json.loads(json.dumps(state)) == state
+    assert (state["cursor"], state["held"], state["in_flight"]) == (4, [2], [3])
     # After the checkpoint the run goes on, trains 2 and 3, issues 4, and crashes without saying goodbye.
     queue.set_version(1)
+    queue.put(group(tickets[3]))
     queue.trained(queue.take(2, 1), 2)
     queue.issue(source)
     assert not audit(read_ledger(path)).clean
 
-    history = {e.group_id: e.prompt_id for e in read_ledger(path)}
-    resumed = GroupQueue(groups_per_step=2, max_staleness=1, on_stale=policy, ledger=Ledger(path), version=1)
-    resumed.restore(state, lambda prompt_id: prompt(int(prompt_id[1:])), history.items())
-    source = (prompt(i) for i in range(state["cursor"], 8))
+    history = read_ledger(path)
+    resumed = GroupQueue(groups_per_step=2, max_staleness=1, ledger=Ledger(path), version=1)
+    resumed.restore(state, groups, Place, history)
+    assert resumed.next_batch() == (1, 1)
+    source = stream(state["cursor"], 8)
     batches = []
     for step in range(1, 4):
         resumed.set_version(step)
-        for _ in range(2):
+        while resumed.counts()["ready"] < 2:
             resumed.put(group(resumed.issue(source), [step]))
         batches.append(resumed.take(2, step))
         resumed.trained(batches[-1], step + 1)
     resumed.close()
     assert [ids(b) for b in batches] == [["p2", "p3"], ["p4", "p5"], ["p6", "p7"]]
+    assert batches[0][0] is groups[0], "what was finished is trained on as it was sampled"
+    assert resumed.counts()["trained"] == 8
     report = audit(read_ledger(path))
     assert report.clean
     assert report.ends == {"trained": 8}
 
 
+def test_groups_taken_but_not_trained_on_are_part_of_a_snapshot():
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=1), stream()
+    queue.put(group(queue.issue(source)))
+    taken = queue.take(1, 0)
+    state, groups = queue.snapshot()
+    assert groups == taken
+    resumed = GroupQueue(groups_per_step=1, max_staleness=1)
+    resumed.restore(state, groups, Place)
+    assert resumed.take(1, 0) == taken
+
+
+def test_a_second_resume_of_the_same_ledger_is_clean(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=3, ledger=Ledger(path)), stream()
+    for _ in range(2):
+        queue.put(group(queue.issue(source)))
+    queue.issue(source)
+    state, groups = queue.snapshot()
+    queue.close()
+    for _ in range(2):
+        history = read_ledger(path)
+        queue = GroupQueue(groups_per_step=1, max_staleness=3, ledger=Ledger(path))
+        queue.restore(state, groups, Place, history)
+        queue.issue(stream(state["cursor"]))
+        queue.close()
+        assert audit(read_ledger(path)).clean
+
+
 def test_dropped_as_stale_moves_the_cursor_past():
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=0), prompts()
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=0), stream()
     queue.put(group(queue.issue(source)))
     queue.set_version(1)
     with pytest.raises(TimeoutError):
         queue.take(1, 1, timeout=0)
-    state = queue.snapshot()
-    assert (state["cursor"], state["pending"]) == (1, [])
+    state, groups = queue.snapshot()
+    assert (state["cursor"], state["in_flight"], groups) == (1, [], [])
 
 
-def test_restore_needs_a_fresh_queue():
+def test_restore_checks_what_it_is_given():
     queue = GroupQueue(groups_per_step=1, max_staleness=0)
-    queue.issue(prompts())
+    queue.put(group(queue.issue(stream())))
+    state, groups = queue.snapshot()
     with pytest.raises(RuntimeError, match="fresh"):
-        queue.restore(queue.snapshot(), lambda _: prompt(0))
+        queue.restore(state, groups, Place)
+    with pytest.raises(ValueError, match="not those of its state"):
+        GroupQueue(groups_per_step=1, max_staleness=0).restore(state, [], Place)
 
 
 def test_close_gives_back_what_has_no_end(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=2, ledger=Ledger(path)), prompts()
+    queue, source = GroupQueue(groups_per_step=1, max_staleness=2, ledger=Ledger(path)), stream()
     tickets = [queue.issue(source) for _ in range(3)]
     queue.put(group(tickets[0]))
     queue.put(group(tickets[1]))
@@ -277,7 +340,7 @@ def test_close_gives_back_what_has_no_end(tmp_path):
 )
 def test_any_history_keeps_the_books(groups_per_step, max_staleness, policy, moves, data):
     queue = GroupQueue(groups_per_step, max_staleness, on_stale=policy)
-    source, flying, version, trained = prompts(), [], 0, []
+    source, flying, version, trained = stream(), [], 0, []
     for move in moves:
         if move == "issue" and queue.capacity:
             flying.append((queue.issue(source), version))
@@ -293,7 +356,7 @@ def test_any_history_keeps_the_books(groups_per_step, max_staleness, policy, mov
             except TimeoutError:
                 continue
             assert all(version - g.oldest_version <= max_staleness for g in batch)
-            assert [g.group_id for g in batch] == sorted(g.group_id for g in batch)
+            assert ids(batch) == sorted(ids(batch), key=lambda name: int(name[1:]))
             version += 1
             queue.trained(batch, version)
             queue.set_version(version)
@@ -303,33 +366,7 @@ def test_any_history_keeps_the_books(groups_per_step, max_staleness, policy, mov
     assert counts["accepted"] + counts["running"] <= (max_staleness + version + 1) * groups_per_step
     assert counts["issued"] == sum(counts[s] for s in ("generated", "filtered", "failed")) + counts["running"]
     assert counts["generated"] == counts["trained"] + counts["stale"] + counts["ready"]
-    pending = {p["prompt_id"] for p in queue.snapshot()["pending"]}
+    state, _ = queue.snapshot()
+    pending = len(state["in_flight"]) + len(state["held"])
     ended = counts["trained"] + counts["filtered"] + counts["failed"] + (counts["stale"] if policy == "drop" else 0)
-    assert queue.cursor == len(pending) + ended, "every prompt drawn is pending or has an end"
-
-
-def test_finished_groups_stored_with_the_checkpoint_are_kept_and_the_audit_stays_clean(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    queue = GroupQueue(groups_per_step=2, max_staleness=3, ledger=Ledger(path))
-    source = (prompt(i) for i in range(12))
-    tickets = [queue.issue(source) for _ in range(4)]
-    for ticket in tickets[:3]:
-        queue.put(group(ticket))
-    state, waiting = queue.snapshot(), queue.waiting()
-    assert [g.prompt.prompt_id for g in waiting] == ["p0", "p1", "p2"]
-    queue.trained(queue.take(2, 0), 1)  # lost with the crash that follows
-    queue.close()
-
-    history = {e.group_id: e.prompt_id for e in read_ledger(path)}
-    resumed = GroupQueue(groups_per_step=2, max_staleness=3, ledger=Ledger(path))
-    resumed.restore(state, lambda prompt_id: prompt(int(prompt_id[1:])), history.items(), waiting)
-    assert resumed.capacity == (3 + 0 + 1) * 2 - 3
-    again = resumed.issue(source)
-    assert again.prompt.prompt_id == "p3"
-    resumed.put(group(again))
-    assert ids(resumed.take(4, 0)) == ["p0", "p1", "p2", "p3"]
-    resumed.trained([*waiting, group(again)], 1)
-    resumed.close()
-    report = audit(read_ledger(path))
-    assert report.clean
-    assert report.ends == {"trained": 4}
+    assert state["cursor"] == pending + ended, "every prompt drawn is pending or has an end"
