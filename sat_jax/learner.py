@@ -10,7 +10,7 @@ put back into their order before anything is summed, and are divided once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import chex
@@ -19,11 +19,10 @@ import jax.numpy as jnp
 import optax
 
 from sat_jax import losses, model
-from sat_jax.losses import LossInputs, LossRows
+from sat_jax.losses import LossInputs, LossRows, LossSummary
 from sat_jax.losses.masked import masked_mean
-from sat_jax.model import ModelConfig
-from sat_jax.model.options import ForwardOptions
-from sat_jax.types import Batch, TrainState
+from sat_jax.model import ForwardOptions, ModelConfig, RouterOutput, load_balancing_loss, router_z_loss
+from sat_jax.types import NATIVE_ROUTE, Batch, TrainState
 
 Metrics = dict[str, jax.Array]
 
@@ -42,6 +41,8 @@ class LearnerSpec:
         routing_replay: route by ``batch.routed_experts`` (R3, eq. 40); if False they only feed
         ``moe/router_agreement``.
         router_aux_loss_coef: weight of the load-balancing loss.
+        router_z_loss_coef: weight of the router z-loss.
+        packed: rows hold several sequences, told apart by ``batch.segment_ids``; if False a row is one sequence.
         head_chunk: token positions per chunk of the vocabulary head.
         forward: compute type, remat, grouped-matmul choice.
     """
@@ -54,8 +55,10 @@ class LearnerSpec:
     micro_batches: int = 1
     routing_replay: bool = True
     router_aux_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
+    packed: bool = False
     head_chunk: int = 1024
-    forward: ForwardOptions = ForwardOptions()
+    forward: ForwardOptions = field(default_factory=ForwardOptions)
 
 
 class Scores(NamedTuple):
@@ -65,11 +68,21 @@ class Scores(NamedTuple):
     entropy: jax.Array
 
 
+class _Routing(NamedTuple):
+    """Router statistics of a batch or a part of it, as sums; None fields for a dense policy."""
+
+    load: jax.Array | None = None  # [L, E]
+    tokens: jax.Array | None = None
+    recorded: jax.Array | None = None  # routed (token, layer) sets with a record ...
+    agreed: jax.Array | None = None  # ... and those that the learner would have chosen itself
+    balance: jax.Array | None = None  # load-balancing loss, this part's share of the whole batch's
+    z: jax.Array | None = None  # router z-loss, likewise
+
+
 class _Pass(NamedTuple):
     log_probs: jax.Array
     entropy: jax.Array
-    agreement: jax.Array  # [2]: (agreeing, recorded) routed sets
-    aux_loss: jax.Array
+    routing: _Routing
 
 
 def adam(
@@ -99,16 +112,11 @@ def init_state(spec: LearnerSpec, params: Any) -> TrainState:
 def score(spec: LearnerSpec, params: Any, batch: Batch) -> Scores:
     """Log-probs and entropies of ``batch.tokens`` under ``params``, without gradient, micro-batch by micro-batch.
 
-    Serves the reference, the proximal and the rollout-policy pass and the scoring pass of ``train_step``.
+    Serves the reference, the proximal and the rollout-policy pass.
     """
 
-    def one(part: Batch) -> Scores:
-        out = _forward(spec, params, part)
-        return Scores(out.log_probs, out.entropy)
-
-    if spec.micro_batches == 1:
-        return one(batch)
-    return _join(jax.lax.map(one, _split(batch, spec.micro_batches)))
+    scores = _score(spec, params, batch)
+    return Scores(scores.log_probs, scores.entropy)
 
 
 def train_step(spec: LearnerSpec, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -124,19 +132,11 @@ def train_step(spec: LearnerSpec, state: TrainState, batch: Batch) -> tuple[Trai
     chex.assert_rank([batch.tokens, batch.loss_mask, batch.behavior_log_probs], 2)
     chex.assert_equal_shape([batch.tokens, batch.segment_ids, batch.positions, batch.loss_mask, batch.policy_versions])
 
-    if spec.micro_batches == 1:
-        gradient, (rows, summary, out) = jax.grad(_whole_batch_loss, argnums=1, has_aux=True)(spec, state.params, batch)
-        agreement, aux_loss = out.agreement, out.aux_loss
-    else:
-        gradient, rows, summary, agreement, aux_loss = _accumulate(spec, state.params, batch)
-
+    whole = _whole_batch if spec.micro_batches == 1 else _accumulate
+    gradient, rows, summary, routing = whole(spec, state.params, batch)
     metrics = dict(spec.loss.metrics(rows, summary))
-    metrics["train/loss"] = jnp.sum(rows.loss) + spec.router_aux_loss_coef * aux_loss
-    metrics |= _staleness(state.step, batch)
-    if spec.model.is_moe:
-        metrics["moe/aux_loss"] = aux_loss
-        if batch.routed_experts is not None:
-            metrics["moe/router_agreement"] = agreement[0] / jnp.maximum(agreement[1], 1.0)
+    metrics["train/loss"] = jnp.sum(rows.loss) + _router_penalty(spec, routing)
+    metrics |= _staleness(state.step, batch) | _routing_metrics(routing)
     metrics["train/grad_norm"] = grad_norm = optax.global_norm(gradient)
     metrics["train/lr"] = jnp.asarray(spec.schedule(state.step), jnp.float32)
     metrics["train/valid_tokens"] = valid = jnp.sum(batch.loss_mask)
@@ -150,7 +150,7 @@ def supervised_step(spec: LearnerSpec, state: TrainState, batch: Batch) -> tuple
 
     def loss_fn(params: Any) -> jax.Array:
         out = _forward(spec, params, batch, temperature=1.0)
-        return -masked_mean(out.log_probs, batch.loss_mask) + spec.router_aux_loss_coef * out.aux_loss
+        return -masked_mean(out.log_probs, batch.loss_mask) + _router_penalty(spec, out.routing)
 
     loss, gradient = jax.value_and_grad(loss_fn)(state.params)
     grad_norm = optax.global_norm(gradient)
@@ -160,15 +160,17 @@ def supervised_step(spec: LearnerSpec, state: TrainState, batch: Batch) -> tuple
     return _apply(spec, state, gradient, take), metrics
 
 
-def _forward(spec: LearnerSpec, params: Any, batch: Batch, temperature: float | None = None) -> _Pass:
+def _forward(
+    spec: LearnerSpec, params: Any, batch: Batch, temperature: float | None = None, whole: _Routing | None = None
+) -> _Pass:
+    """One pass over a batch, or over a part of the batch whose router statistics are ``whole``."""
     out = model.forward(
         params,
         spec.model,
         batch.tokens,
         segment_ids=batch.segment_ids,
         positions=batch.positions,
-        routed_experts=batch.routed_experts,
-        replay=spec.routing_replay,
+        routed_experts=batch.routed_experts if spec.routing_replay else None,
         options=spec.forward,
     )
     head = model.token_log_probs(
@@ -179,18 +181,53 @@ def _forward(spec: LearnerSpec, params: Any, batch: Batch, temperature: float | 
         temperature=spec.temperature if temperature is None else temperature,
         chunk_size=spec.head_chunk,
     )
-    if out.router is None:
-        return _Pass(head.log_probs, head.entropy, jnp.zeros(2), jnp.zeros(()))
-    return _Pass(head.log_probs, head.entropy, out.router.agreement, out.router.aux_loss)
+    routing = _Routing() if out.router is None else _routing(spec, out.router, batch, whole or _Routing())
+    return _Pass(head.log_probs, head.entropy, routing)
 
 
-def _inputs(batch: Batch, out: _Pass | Scores, scored: jax.Array | None = None) -> LossInputs:
+def _routing(spec: LearnerSpec, router: RouterOutput, batch: Batch, whole: _Routing) -> _Routing:
+    recorded, agreed = jnp.sum(router.recorded), jnp.sum(router.agreed)
+    if batch.routed_experts is not None and not spec.routing_replay:
+        # The forward pass routed natively: compare its expert sets with the record, order aside.
+        known = jnp.all(batch.routed_experts != NATIVE_ROUTE, axis=-1)
+        same = jnp.all(jnp.sort(batch.routed_experts, axis=-1) == jnp.sort(router.indices, axis=-1), axis=-1)
+        recorded, agreed = jnp.sum(known, dtype=jnp.float32), jnp.sum(known & same, dtype=jnp.float32)
+    return _Routing(
+        load=jax.lax.stop_gradient(router.load),
+        tokens=router.tokens,
+        recorded=recorded,
+        agreed=agreed,
+        balance=load_balancing_loss(router, whole.load, whole.tokens),
+        z=router_z_loss(router, whole.tokens),
+    )
+
+
+def _router_penalty(spec: LearnerSpec, routing: _Routing) -> jax.Array:
+    if routing.balance is None or routing.z is None:
+        return jnp.zeros(())
+    return spec.router_aux_loss_coef * routing.balance + spec.router_z_loss_coef * routing.z
+
+
+def _routing_metrics(routing: _Routing) -> Metrics:
+    if routing.balance is None or routing.z is None or routing.recorded is None or routing.load is None:
+        return {}
+    metrics = {"moe/aux_loss": routing.balance, "moe/z_loss": routing.z}
+    # How far the busiest expert is above an even share; 1 is perfect balance.
+    share = routing.load / jnp.maximum(jnp.sum(routing.load, axis=-1, keepdims=True), 1.0)
+    metrics["moe/load_max"] = jnp.max(share) * routing.load.shape[-1]
+    metrics["moe/router_agreement"] = jnp.where(
+        routing.recorded > 0, routing.agreed / jnp.maximum(routing.recorded, 1.0), 1.0
+    )
+    return metrics
+
+
+def _inputs(spec: LearnerSpec, batch: Batch, out: _Pass, scored: jax.Array | None = None) -> LossInputs:
     return LossInputs(
         log_probs=out.log_probs,
         behavior_log_probs=batch.behavior_log_probs,
         advantages=batch.advantages,
         loss_mask=batch.loss_mask,
-        segment_ids=batch.segment_ids,
+        segment_ids=batch.segment_ids if spec.packed else None,
         reference_log_probs=batch.reference_log_probs,
         rollout_policy_log_probs=batch.rollout_policy_log_probs,
         proximal_log_probs=batch.proximal_log_probs,
@@ -199,33 +236,46 @@ def _inputs(batch: Batch, out: _Pass | Scores, scored: jax.Array | None = None) 
     )
 
 
-def _whole_batch_loss(spec: LearnerSpec, params: Any, batch: Batch) -> tuple[jax.Array, tuple[LossRows, Any, _Pass]]:
-    out = _forward(spec, params, batch)
-    inputs = _inputs(batch, out)
-    summary = spec.loss.summarize(inputs)
-    rows = spec.loss.rows(inputs, summary)
-    return jnp.sum(rows.loss) + spec.router_aux_loss_coef * out.aux_loss, (rows, summary, out)
+def _whole_batch(spec: LearnerSpec, params: Any, batch: Batch) -> tuple[Any, LossRows, LossSummary, _Routing]:
+    """Gradient, loss rows, summary and router statistics from one forward and one backward pass."""
+
+    def loss_fn(params: Any) -> tuple[jax.Array, tuple[LossRows, LossSummary, _Routing]]:
+        out = _forward(spec, params, batch)
+        inputs = _inputs(spec, batch, out)
+        summary = spec.loss.summarize(inputs)
+        rows = spec.loss.rows(inputs, summary)
+        return jnp.sum(rows.loss) + _router_penalty(spec, out.routing), (rows, summary, out.routing)
+
+    gradient, (rows, summary, routing) = jax.grad(loss_fn, has_aux=True)(params)
+    return gradient, rows, summary, routing
 
 
-def _accumulate(spec: LearnerSpec, params: Any, batch: Batch) -> tuple[Any, LossRows, Any, jax.Array, jax.Array]:
-    """Gradient, loss rows, summary, agreement and auxiliary loss of a batch, one micro-batch in memory at a time."""
-    scores = score(spec, params, batch)
-    summary = spec.loss.summarize(_inputs(batch, scores, scores.log_probs))
+def _accumulate(spec: LearnerSpec, params: Any, batch: Batch) -> tuple[Any, LossRows, LossSummary, _Routing]:
+    """The same, one micro-batch in memory at a time, after a scoring pass that fixes what they must agree on."""
+    scores = _score(spec, params, batch)
+    summary = spec.loss.summarize(_inputs(spec, batch, scores, scores.log_probs))
 
-    def loss_fn(params: Any, part: Batch, scored: jax.Array) -> tuple[jax.Array, tuple[LossRows, jax.Array, jax.Array]]:
-        out = _forward(spec, params, part)
-        rows = spec.loss.rows(_inputs(part, out, scored), summary)
-        aux = out.aux_loss / spec.micro_batches
-        return jnp.sum(rows.loss) + spec.router_aux_loss_coef * aux, (rows, out.agreement, aux)
+    def loss_fn(params: Any, part: Batch, scored: jax.Array) -> tuple[jax.Array, tuple[LossRows, _Routing]]:
+        out = _forward(spec, params, part, whole=scores.routing)
+        rows = spec.loss.rows(_inputs(spec, part, out, scored), summary)
+        return jnp.sum(rows.loss) + _router_penalty(spec, out.routing), (rows, out.routing)
 
-    def body(gradient: Any, xs: tuple[Batch, jax.Array]) -> tuple[Any, tuple[LossRows, jax.Array, jax.Array]]:
+    def body(gradient: Any, xs: tuple[Batch, jax.Array]) -> tuple[Any, tuple[LossRows, _Routing]]:
         part_gradient, aux = jax.grad(loss_fn, has_aux=True)(params, *xs)
         return jax.tree.map(jnp.add, gradient, part_gradient), aux
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
     xs = (_split(batch, spec.micro_batches), _split(scores.log_probs, spec.micro_batches))
-    gradient, (rows, agreement, aux) = jax.lax.scan(body, zeros, xs)
-    return gradient, _join(rows), summary, jnp.sum(agreement, axis=0), jnp.sum(aux)
+    gradient, (rows, routing) = jax.lax.scan(body, zeros, xs)
+    return gradient, _join(rows), summary, jax.tree.map(lambda x: jnp.sum(x, axis=0), routing)
+
+
+def _score(spec: LearnerSpec, params: Any, batch: Batch) -> _Pass:
+    if spec.micro_batches == 1:
+        return _forward(spec, params, batch)
+    out = jax.lax.map(lambda part: _forward(spec, params, part), _split(batch, spec.micro_batches))
+    rows = _join((out.log_probs, out.entropy))
+    return _Pass(*rows, jax.tree.map(lambda x: jnp.sum(x, axis=0), out.routing))
 
 
 def _split(tree: Any, parts: int) -> Any:
