@@ -1,0 +1,31 @@
+"""Losses on sampled log-ratios: pure rules that compose, plain JAX, no model, mesh, file or thread.
+
+loss_fn = make_loss(method("sat-gspo"))
+loss, metrics = loss_fn(LossInputs(log_probs=..., behavior_log_probs=..., advantages=..., loss_mask=...))
+"""
+
+from sat_jax.losses.advantages import group_advantages, zero_variance
+from sat_jax.losses.config import LossConfig, rule_names
+from sat_jax.losses.diagnostics import METRIC_REDUCTIONS
+from sat_jax.losses.inputs import LossInputs, check_values
+from sat_jax.losses.loss import Loss, LossRows, LossSummary, make_loss
+from sat_jax.losses.methods import DESCRIPTIONS, METHODS, TABLE_1, method, method_uses_replay
+
+__all__ = [
+    "DESCRIPTIONS",
+    "METHODS",
+    "METRIC_REDUCTIONS",
+    "TABLE_1",
+    "Loss",
+    "LossConfig",
+    "LossInputs",
+    "LossRows",
+    "LossSummary",
+    "check_values",
+    "group_advantages",
+    "make_loss",
+    "method",
+    "method_uses_replay",
+    "rule_names",
+    "zero_variance",
+]

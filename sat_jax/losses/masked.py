@@ -1,0 +1,84 @@
+"""Masked sums and means over tokens and sequences: the only place that divides by a count."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+def divide(total: chex.Array, count: chex.Array) -> jax.Array:
+    """``total / count``; 0 where there is nothing to average."""
+    count = jnp.asarray(count)
+    return jnp.where(count > 0, total / jnp.maximum(count, 1).astype(jnp.result_type(total)), 0)
+
+
+@struct.dataclass
+class Sequences:
+    """Which tokens belong together: rows, or the segments packed into them.
+
+    Statistics of a sequence come back in a shape that broadcasts against ``[B, T]``: ``[B, 1]`` for whole rows, where
+    they are one number a row and cost nothing, ``[B, T]`` for packed ones.
+
+    Attributes:
+        mask: bool [B, T], active tokens.
+        counts: float [B, 1] or [B, T]; active tokens of the token's own sequence.
+        index: int32 [B, T] or None; 0-based position of the token's segment in its row.
+        active: uint32 [B]; sequences of the row with at least one active token.
+        present: uint32 [B]; sequences of the row, empty ones included.
+    """
+
+    mask: jax.Array
+    counts: jax.Array
+    index: jax.Array | None
+    active: jax.Array
+    present: jax.Array
+
+    def sum(self, x: chex.Array) -> jax.Array:
+        """Sum of ``x`` [B, T] over the active tokens of each token's sequence."""
+        x = jnp.where(self.mask, x, 0)
+        if self.index is None:
+            return jnp.sum(x, axis=-1, keepdims=True)
+        return jnp.take_along_axis(_segment_sum(x, self.index), self.index, axis=-1)
+
+    def mean(self, x: chex.Array) -> jax.Array:
+        """Mean of ``x`` [B, T] over the active tokens of each token's sequence; 0 for an empty one."""
+        return self.sum(x) / jnp.maximum(self.counts, 1)
+
+
+def sequences(mask: chex.Array, segment_ids: chex.Array | None, dtype: jnp.dtype) -> Sequences:
+    """Group the tokens of each row.
+
+    Args:
+        mask: bool [B, T].
+        segment_ids: int [B, T] or None. A new segment starts wherever the id changes; id 0 is padding.
+        dtype: floating type of the counts.
+    """
+    if segment_ids is None:
+        counts = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.uint32)
+        active = (counts[..., 0] > 0).astype(jnp.uint32)
+        return Sequences(mask, counts.astype(dtype), None, active, jnp.ones_like(active))
+    # Ids may be any integers, so count changes instead of trusting them as indices.
+    changes = segment_ids[..., 1:] != segment_ids[..., :-1]
+    index = jnp.pad(jnp.cumsum(changes, axis=-1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    per_segment = _segment_sum(mask.astype(dtype), index)
+    real = _segment_sum((segment_ids != 0).astype(dtype), index)
+    return Sequences(
+        mask,
+        jnp.take_along_axis(per_segment, index, axis=-1),
+        index,
+        jnp.sum(per_segment > 0, axis=-1, dtype=jnp.uint32),
+        jnp.sum(real > 0, axis=-1, dtype=jnp.uint32),
+    )
+
+
+def one_token() -> Sequences:
+    """A sequence that is a single active token: what elementwise work on scalars sees."""
+    one = jnp.ones((), jnp.uint32)
+    return Sequences(jnp.ones((1,), bool), jnp.ones((1,)), None, one, one)
+
+
+def _segment_sum(x: jax.Array, index: jax.Array) -> jax.Array:
+    """[B, T] sums, entry (b, s) over segment s of row b. A scatter-add, so a segment's tokens all see the same bits."""
+    return jax.vmap(lambda row, ids: jnp.zeros_like(row).at[ids].add(row))(x, index)

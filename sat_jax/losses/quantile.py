@@ -1,0 +1,94 @@
+"""The exact inverse-CDF order statistic over active tokens: integers, no sort, no gather.
+
+A non-negative float's bit pattern, read as an integer, is ordered like its value. The order statistic is therefore
+found by bisecting that integer: each step counts the tokens below a trial pattern, which under ``jit`` on sharded
+arrays is a local sum and an all-reduce of one number. Every split over devices and micro-batches counts the same tokens
+and so finds the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from decimal import Decimal
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def decimal_digits(alpha: float) -> tuple[int, ...]:
+    """Digits after the point of ``alpha`` as it was typed: 0.95 -> (9, 5).
+
+    ``str`` of a float is the shortest decimal that reads back as that float, which is what a person typed; the binary
+    value itself (0.9 is stored a little above nine tenths) would round the rank up.
+
+    Raises:
+        ValueError: alpha outside (0, 1).
+    """
+    if not 0.0 < float(alpha) < 1.0:
+        raise ValueError(
+            f"alpha = {alpha} is not inside (0, 1): it is the share of tokens below the quantile, such as 0.9"
+        )
+    digits = Decimal(str(alpha)).as_tuple()
+    leading_zeros = -int(digits.exponent) - len(digits.digits)
+    return (0,) * leading_zeros + digits.digits
+
+
+def rank_from_alpha(count: chex.Array, alpha: float) -> jax.Array:
+    """``ceil(alpha * count)``, the 1-based rank of the quantile, exactly, for counts up to 2**31.
+
+    Horner's scheme over the decimal digits ``d1 d2 .. dk`` of alpha: ``alpha*n = (d1*n + (d2*n + ...)/10)/10``. Each
+    step divides by ten before it multiplies, so 32 bits suffice; a non-zero remainder anywhere rounds the result up.
+
+    Args:
+        count: integer, any shape: how many active tokens there are.
+        alpha: the share, as typed.
+
+    Returns:
+        uint32, shape of ``count``; 0 where the count is 0.
+    """
+    n = jnp.asarray(count).astype(jnp.uint32)
+    tens, ones = n // 10, n % 10
+    floor = jnp.zeros_like(n)
+    inexact = jnp.zeros(n.shape, bool)
+    for digit in reversed(decimal_digits(alpha)):
+        partial = jnp.uint32(digit) * ones + floor
+        floor = jnp.uint32(digit) * tens + partial // 10
+        inexact = inexact | (partial % 10 != 0)
+    return floor + inexact.astype(jnp.uint32)
+
+
+def order_statistic(
+    magnitudes: chex.Array, weights: chex.Array, rank: chex.Array, axis_names: Sequence[str] = ()
+) -> jax.Array:
+    """The ``rank``-th smallest of non-negative numbers, each counted ``weights`` times.
+
+    ``inf{x : sum(weights[magnitudes <= x]) >= rank}``. One pass over the data for every bit of the float but its sign,
+    each pass one fused compare-and-sum. Inside ``shard_map`` or ``pmap`` name the mapped axes to count across them.
+
+    Args:
+        magnitudes: float [...], >= 0. Anything may stand where the weight is 0.
+        weights: bool or unsigned [...], same shape (booleans count once).
+        rank: unsigned scalar, 1-based.
+        axis_names: mapped axes to sum counts over.
+
+    Returns:
+        scalar of ``magnitudes``' dtype; 0 where ``rank`` is 0.
+    """
+    chex.assert_equal_shape([magnitudes, weights])
+    width = jnp.finfo(magnitudes.dtype).bits
+    integer = {16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}[width]
+    pattern = jax.lax.bitcast_convert_type(magnitudes, integer)
+    counts = weights.astype(jnp.uint32)
+
+    def step(i: jax.Array, prefix: jax.Array) -> jax.Array:
+        # The largest pattern with fewer than `rank` tokens below it, built from the top bit down.
+        trial = prefix | (jnp.asarray(1, integer) << (width - 2 - i).astype(integer))
+        below = jnp.sum(jnp.where(pattern < trial, counts, 0), dtype=jnp.uint32)
+        for axis in axis_names:
+            below = jax.lax.psum(below, axis)
+        return jnp.where(below < rank, trial, prefix)
+
+    found = jax.lax.fori_loop(0, width - 1, step, jnp.zeros((), integer))
+    value = jax.lax.bitcast_convert_type(found, magnitudes.dtype)
+    return jnp.where(rank > 0, value, jnp.zeros_like(value))

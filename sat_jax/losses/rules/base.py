@@ -1,0 +1,174 @@
+"""What a rule is: five kinds of handle on one sampled log-ratio.
+
+    unit -> surrogate -> radius | mask | weight | penalty
+
+A rule is a frozen dataclass of its settings. It may summarise the batch once (SAT: the quantile) and then acts
+elementwise on a ``Token`` record, so ``jax.vmap(jax.grad(...))`` over a grid of records *is* its geometry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from sat_jax.losses.masked import Sequences
+
+Kind = Literal["surrogate", "radius", "mask", "weight", "penalty"]
+
+
+@struct.dataclass
+class Token:
+    """Everything a rule may look at. Fields broadcast to [B, T]; a sequence unit gives [B, 1] for whole rows.
+
+    Only ``ratio`` and ``log_prob`` carry a gradient. Decisions (gates, masks, weights, which side of a boundary) read
+    the others.
+
+    Attributes:
+        ratio: ``r = exp(d)`` of the unit, finite.
+        frozen_ratio: the ratio that decisions see, no gradient; ``ratio`` up to the rounding of a scoring pass.
+        log_ratio: the ``d`` that decisions see, no gradient, not clamped.
+        advantage: ``A``.
+        log_prob: token log-prob under the learner.
+        frozen_log_prob: the one that decisions see.
+        behavior_log_prob: ``log mu``, the engine's.
+        implementation: ``log pi_l - log mu`` or None: recomputation at the sampling weights against the engine.
+        proximal: ``log pi_prox - log mu`` or None.
+        sequences: grouping of the tokens, for rules with sequence statistics.
+    """
+
+    ratio: jax.Array
+    frozen_ratio: jax.Array
+    log_ratio: jax.Array
+    advantage: jax.Array
+    log_prob: jax.Array
+    frozen_log_prob: jax.Array
+    behavior_log_prob: jax.Array
+    implementation: jax.Array | None
+    proximal: jax.Array | None
+    sequences: Sequences
+
+
+@struct.dataclass
+class Radii:
+    """Distances from ratio 1 at which the surrogate stops: the interval is ``[1 - low, 1 + high]``.
+
+    Attributes:
+        low: eps_low times every contraction.
+        high: eps_high times every contraction.
+        c_low: contraction of the lower radius, in (0, 1]; None where no radius rule is on (exactly 1).
+        c_high: the same for the upper radius.
+    """
+
+    low: jax.Array
+    high: jax.Array
+    c_low: jax.Array | None = None
+    c_high: jax.Array | None = None
+
+
+@struct.dataclass
+class Contraction:
+    """What a radius rule answers: factors in (0, 1] and which tokens it gated."""
+
+    low: jax.Array
+    high: jax.Array
+    gate: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Base of all rules. Subclass one of the five kinds below, one rule a file, and give ``LossConfig`` a field for it.
+
+    Class attributes:
+        kind: which handle it is.
+        source: paper and equation.
+        summary: one line for ``sat-jax methods``.
+        needs: names of optional ``LossInputs`` arrays it cannot do without.
+        elementwise: False where it looks at a whole sequence; such rules stay out of the one-pass kernel.
+    """
+
+    kind: ClassVar[Kind]
+    source: ClassVar[str]
+    summary: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
+    elementwise: ClassVar[bool] = True
+
+    def summarize(self, token: Token, order_statistic: Callable[[jax.Array, float], jax.Array]) -> Any:
+        """Pytree of what the rule must know about the whole batch. No gradient.
+
+        Args:
+            token: the records of the batch.
+            order_statistic: ``(x, alpha) ->`` the alpha-quantile of ``x`` over active tokens (inverse CDF).
+        """
+        del token, order_statistic
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Surrogate(Rule):
+    """The objective per token, to be maximised. A loss has exactly one."""
+
+    kind: ClassVar[Kind] = "surrogate"
+    has_interval: ClassVar[bool] = True
+
+    def objective(self, token: Token, radii: Radii) -> jax.Array:
+        """S, differentiable in ``token.ratio`` or ``token.log_prob``."""
+        raise TypeError(f"{type(self).__name__} is a surrogate without an objective")
+
+    def cut(self, token: Token, radii: Radii) -> jax.Array:
+        """Bool: the interval cuts this token's gradient (or, for CISPO, its weight)."""
+        del radii
+        return jnp.zeros(jnp.broadcast_shapes(token.frozen_ratio.shape, token.advantage.shape), bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class Radius(Rule):
+    """Contracts the interval token by token."""
+
+    kind: ClassVar[Kind] = "radius"
+
+    def contract(self, token: Token, summary: Any) -> Contraction:
+        """Factors on eps_low and eps_high."""
+        raise TypeError(f"{type(self).__name__} is a radius rule without contract")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask(Rule):
+    """Keeps or drops a token's policy term; the denominators still count it."""
+
+    kind: ClassVar[Kind] = "mask"
+
+    def keep(self, token: Token, radii: Radii) -> jax.Array:
+        """Bool, True where the token stays."""
+        raise TypeError(f"{type(self).__name__} is a mask rule without keep")
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight(Rule):
+    """A detached factor on a token's policy term."""
+
+    kind: ClassVar[Kind] = "weight"
+
+    def weight(self, token: Token) -> jax.Array:
+        """Non-negative, no gradient."""
+        raise TypeError(f"{type(self).__name__} is a weight rule without weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Penalty(Rule):
+    """Something subtracted from the surrogate."""
+
+    kind: ClassVar[Kind] = "penalty"
+
+    def penalty(self, token: Token, radii: Radii) -> jax.Array:
+        """Non-negative, differentiable in ``token.ratio``."""
+        raise TypeError(f"{type(self).__name__} is a penalty rule without penalty")
+
+
+def outward(token: Token) -> jax.Array:
+    """Bool: the step pushes the ratio further away from 1, ``A (r - 1) > 0`` (22)."""
+    return token.advantage * (token.frozen_ratio - 1) > 0

@@ -1,0 +1,37 @@
+"""DPPO with total variation: drop tokens whose step leaves a ball in probability, not in ratio."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from sat_jax.losses.rules.base import Mask, Radii, Token, outward
+
+
+@dataclasses.dataclass(frozen=True)
+class Dppo(Mask):
+    """Drop where the step is outward and ``mu |r - 1| = |pi - mu| > delta`` (45), (47).
+
+    Attributes:
+        delta: radius in probability; the paper's 1e-3.
+    """
+
+    source: ClassVar[str] = "arXiv:2607.18722 (45), (47)"
+    summary: ClassVar[str] = "drops outward tokens with |pi - mu| > delta"
+
+    delta: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if not self.delta > 0:
+            raise ValueError(
+                f"dppo.delta = {self.delta} must be positive: it is a distance in probability; the paper uses 1e-3"
+            )
+
+    def keep(self, token: Token, radii: Radii) -> jax.Array:
+        """True unless outward and too far."""
+        del radii
+        distance = jnp.exp(token.behavior_log_prob) * jnp.abs(token.frozen_ratio - 1)
+        return ~(outward(token) & (distance > self.delta))

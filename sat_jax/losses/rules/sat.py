@@ -1,0 +1,100 @@
+"""SAT: the interval contracts where the realised mismatch is in the batch's tail."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from sat_jax.losses.quantile import decimal_digits
+from sat_jax.losses.rules.base import Contraction, Radius, Token
+
+Scope = Literal["batch", "microbatch", "device"]
+
+
+@struct.dataclass
+class SatSummary:
+    """What SAT knows about a batch.
+
+    Attributes:
+        q: the order statistic of |d| (14); scalar, or one number a row where the scope is not the batch.
+        reference: q after ``q_floor`` and ``q_cap``, what gate and kernel divide by.
+    """
+
+    q: jax.Array
+    reference: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Sat(Radius):
+    """Gate, Hill contraction and radii (13)-(17), all on ``sg(d)``.
+
+    ``q`` is the alpha-quantile of |d| over active tokens. A token is gated where ``q > 0`` and ``|d| > q``; a gated
+    token with d > 0 contracts the upper radius by ``psi(|d|; q) = 1 / (1 + (|d|/q)^k)``, with d < 0 the lower one.
+
+    Attributes:
+        alpha: share of active tokens at or below q, in (0, 1), read as the decimal that was typed.
+        exponent: k of the Hill kernel, > 0.
+        scope: whose tokens q ranks: the whole ``batch``, each ``microbatch``, or each ``device``'s rows of one.
+        shards: for scope ``device``: into how many equal contiguous blocks the rows are cut.
+        q_floor: ours, not the paper's; the reference never falls below it, so rounding noise is not gated. 0 is off.
+        q_cap: ours; the reference never exceeds it, so the tail of a badly mismatched batch still contracts. None is
+            off.
+    """
+
+    source: ClassVar[str] = "arXiv:2607.18722 (13)-(17), (20)"
+    summary: ClassVar[str] = "contracts eps on the side of d for tokens whose |d| exceeds the batch's alpha-quantile"
+
+    alpha: float = 0.90
+    exponent: float = 2.0
+    scope: Scope = "batch"
+    shards: int = 1
+    q_floor: float = 0.0
+    q_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        decimal_digits(self.alpha)
+        if not self.exponent > 0:
+            raise ValueError(
+                f"sat.exponent = {self.exponent} must be positive: psi must fall with |d|; the paper uses 2"
+            )
+        if self.scope not in ("batch", "microbatch", "device"):
+            raise ValueError(f"sat.scope = {self.scope!r} is unknown: use 'batch', 'microbatch' or 'device'")
+        if self.shards < 1 or (self.shards > 1 and self.scope != "device"):
+            raise ValueError(
+                f"sat.shards = {self.shards} with scope '{self.scope}': only scope 'device' is cut, into >= 1"
+            )
+        if not self.q_floor >= 0:
+            raise ValueError(
+                f"sat.q_floor = {self.q_floor} must not be negative: it bounds a quantile of |d|; 0 is off"
+            )
+        if self.q_cap is not None and not self.q_cap > self.q_floor:
+            raise ValueError(
+                f"sat.q_cap = {self.q_cap} must exceed sat.q_floor = {self.q_floor}; leave it out to switch it off"
+            )
+
+    def summarize(self, token: Token, order_statistic: Callable[[jax.Array, float], jax.Array]) -> SatSummary:
+        """The quantile (14), and the reference derived from it."""
+        q = order_statistic(jnp.abs(token.log_ratio), self.alpha)
+        reference = jnp.maximum(q, self.q_floor) if self.q_floor > 0 else q
+        if self.q_cap is not None:
+            reference = jnp.minimum(reference, self.q_cap)
+        return SatSummary(q=q, reference=reference)
+
+    def contract(self, token: Token, summary: SatSummary) -> Contraction:
+        """c_minus, c_plus (15)-(16): exactly 1 on the side that does not contract."""
+        d, q = token.log_ratio, summary.reference
+        gate = (q > 0) & (jnp.abs(d) > q)
+        # Select before dividing: q may be 0 or infinite, and so may |d|.
+        psi = hill(jnp.where(gate, jnp.abs(d), 0) / jnp.where(q > 0, q, 1), self.exponent)
+        return Contraction(low=jnp.where(d < 0, psi, 1), high=jnp.where(d > 0, psi, 1), gate=gate)
+
+
+def hill(x: jax.Array, exponent: float) -> jax.Array:
+    """``1 / (1 + x^k)`` (15) for ``x = u/q >= 0``; exactly 1 at 0."""
+    power = x * x if exponent == 2 else x ** (int(exponent) if float(exponent).is_integer() else exponent)
+    return 1 / (1 + power)

@@ -1,0 +1,54 @@
+"""Truncated importance sampling for the engine's mismatch, on top of any surrogate."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from sat_jax.losses.ratios import safe_exp
+from sat_jax.losses.rules.base import Token, Weight
+
+Level = Literal["token", "sequence_product"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tis(Weight):
+    """``w = sg[clip(pi_l / mu, floor, cap)]``, the form of TRL, verl and slime, on PPO whose ratio is pi_j / pi_l.
+
+    Equation (41) as printed, ``sg[min(r, C)] A log pi``, is ``tis_reinforce``.
+
+    Attributes:
+        cap: C, the largest weight.
+        floor: smallest weight; 0 is off (TRL ``cmin``, slime ``tis_clip_low``).
+        level: ``token``, or ``sequence_product``: one weight a response, the product of its tokens' ratios.
+    """
+
+    source: ClassVar[str] = "arXiv:2607.18722 (41), E.2; TRL, verl, slime"
+    summary: ClassVar[str] = "weighs tokens by pi_l / mu, truncated at cap"
+    needs: ClassVar[tuple[str, ...]] = ("rollout_policy_log_probs",)
+
+    cap: float = 2.0
+    floor: float = 0.0
+    level: Level = "token"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor < self.cap:
+            raise ValueError(
+                f"tis weights need 0 <= floor < cap, found floor = {self.floor}, cap = {self.cap}; use 0 and 2"
+            )
+        if self.level not in ("token", "sequence_product"):
+            raise ValueError(f"tis.level = {self.level!r} is unknown: use 'token' or 'sequence_product'")
+
+    def weight(self, token: Token) -> jax.Array:
+        """No gradient: both policies are fixed."""
+        return jnp.clip(rollout_ratio(token, self.level), self.floor, self.cap)
+
+
+def rollout_ratio(token: Token, level: Level) -> jax.Array:
+    """``pi_l / mu`` of the token, or its product over the response."""
+    assert token.implementation is not None  # LossConfig.needs made sure
+    d = token.implementation
+    return safe_exp(d if level == "token" else token.sequences.sum(d))

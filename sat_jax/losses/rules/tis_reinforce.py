@@ -1,0 +1,37 @@
+"""Equation (41) itself: REINFORCE with a truncated importance weight."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from sat_jax.losses.rules.base import Radii, Surrogate, Token
+
+
+@dataclasses.dataclass(frozen=True)
+class TisReinforce(Surrogate):
+    """``S = sg[min(r, cap)] A log pi`` (41). Another loss than the ``-tis`` methods, which weigh PPO by ``pi_l / mu``.
+
+    Attributes:
+        cap: C, the largest weight; > 0.
+    """
+
+    source: ClassVar[str] = "arXiv:2607.18722 (41)"
+    summary: ClassVar[str] = "REINFORCE weighted by min(r, cap)"
+    has_interval: ClassVar[bool] = False
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0:
+            raise ValueError(
+                f"tis_reinforce.cap = {self.cap} must be positive: it is the largest importance weight; use 2"
+            )
+
+    def objective(self, token: Token, radii: Radii) -> jax.Array:
+        """S."""
+        del radii
+        return jnp.minimum(token.frozen_ratio, self.cap) * token.advantage * token.log_prob
