@@ -1,4 +1,4 @@
-"""Figures of training runs: pure functions from runs that were read to matplotlib figures. Nothing here shows or saves."""
+"""Figures of training runs: pure functions from runs that were read to matplotlib figures; nothing is shown."""
 
 from sat_jax.plots.figures import (
     asynchrony,

@@ -122,7 +122,7 @@ def compact(value: float) -> str:
 
 def new_figure(rows: int, sharex: bool = True) -> tuple[Figure, list[Axes]]:
     """A figure of one to three panels, one above the other, as wide as a phone's screen at the font's natural size."""
-    height = {1: 3.0, 2: 3.9, 3: 4.6}[rows]
+    height = {1: 3.9, 2: 3.9, 3: 4.6}[rows]
     figure = Figure(figsize=(5.0, height))
     axes = figure.subplots(rows, 1, sharex=sharex, squeeze=False)[:, 0]
     axes[-1].set_xlabel("learner step")
@@ -339,5 +339,6 @@ def to_svg(figure: Figure, prefix: str) -> str:
     svg = buffer.getvalue()
     svg = re.sub(r'<g id="[^"]*">', "<g>", svg[svg.index("<svg") :])
     svg = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{prefix}-", svg)
-    # A hundredth of a point is far below a pixel, and most of the file would be further digits.
-    return re.sub(r"(\d\.\d\d)\d+", r"\1", svg).replace("\n", " ").strip()
+    # A hundredth of a point is far below a pixel, and most of the file would be further digits. Only inside tags: text
+    # between them is what the reader sees.
+    return re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), svg).replace("\n", " ").strip()
