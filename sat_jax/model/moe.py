@@ -1,0 +1,319 @@
+"""Mixture of experts: router, routing replay, and a dropless grouped MLP chosen per platform.
+
+Three implementations of the same sum ``y[n] = sum_k weight[n, k] * expert[index[n, k]](x[n])``:
+
+* ``ragged``: rows sorted by expert, ``jax.lax.ragged_dot``. Accelerators.
+* ``blocked``: rows sorted by expert, each expert's rows padded to whole blocks, one batched matmul over blocks. CPU, where
+  ``ragged_dot`` is some thirty times slower than a matmul.
+* ``dense``: every expert on every token, weighted. Few tokens (decoding), where reading the weights is what costs.
+
+No token is ever dropped, whatever the load. Tokens that are padding are not dispatched and not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+
+from sat_jax.model.config import ModelConfig
+from sat_jax.model.parameters import Params
+from sat_jax.model.sharding import Placement
+from sat_jax.types import NATIVE_ROUTE
+
+MoEImplementation = Literal["auto", "dense", "blocked", "ragged"]
+
+
+@struct.dataclass
+class RouterOutput:
+    """What the mixture layers did, as sums, so that micro-batches and devices add up before anyone divides.
+
+    Attributes:
+        indices: int32 ``[B, T, L, K]``; the experts used. By descending probability where routed natively, in recorded order
+            where replayed; meaningless at padding.
+        logits: float32 ``[B, T, L, E]``; the router's own, before the softmax.
+        load: float32 ``[L, E]``; (token, slot) assignments to each expert, padding left out.
+        probability: float32 ``[L, E]``; sum of the router's softmax over tokens.
+        log_z_squared: float32 ``[L]``; sum of ``logsumexp(logits)**2`` over tokens.
+        tokens: float32 scalar; tokens that are not padding.
+        recorded: float32 ``[L]``; tokens with recorded experts.
+        agreed: float32 ``[L]``; those whose recorded set is what the router would have chosen itself.
+    """
+
+    indices: jax.Array
+    logits: jax.Array
+    load: jax.Array
+    probability: jax.Array
+    log_z_squared: jax.Array
+    tokens: jax.Array
+    recorded: jax.Array
+    agreed: jax.Array
+
+    @property
+    def agreement(self) -> jax.Array:
+        """Share of recorded (token, layer) expert sets that the router would have chosen itself; 1 where none is recorded."""
+        recorded = self.recorded.sum()
+        return jnp.where(recorded > 0, self.agreed.sum() / jnp.maximum(recorded, 1), 1.0)
+
+
+def load_balancing_loss(
+    router: RouterOutput, load: jax.Array | None = None, tokens: jax.Array | None = None
+) -> jax.Array:
+    """``E * sum_e f_e * P_e``: scalar, K at perfect balance.
+
+    ``f_e`` is the mean number of assignments to expert ``e`` and ``P_e`` its mean probability, both over tokens and layers
+    together (transformers' ``load_balancing_loss_func``; Switch Transformer, arXiv:2101.03961, (4)-(6)). No gradient flows
+    through ``f``.
+
+    Args:
+        router: statistics of a (micro-)batch.
+        load: ``[L, E]`` of the whole batch, and
+        tokens: its token count: with both, the losses of micro-batches add up exactly to the loss of the whole batch.
+    """
+    load = jax.lax.stop_gradient(router.load if load is None else load)
+    total = jnp.maximum(router.tokens if tokens is None else tokens, 1) * load.shape[0]
+    return load.shape[1] * jnp.sum(load.sum(0) / total * (router.probability.sum(0) / total))
+
+
+def router_z_loss(router: RouterOutput, tokens: jax.Array | None = None) -> jax.Array:
+    """``mean(logsumexp(logits)**2)`` over tokens and layers: scalar (ST-MoE, arXiv:2202.08906, (5)).
+
+    ``tokens``: the count of the whole batch, where ``router`` is a micro-batch of it.
+    """
+    total = jnp.maximum(router.tokens if tokens is None else tokens, 1) * router.log_z_squared.shape[0]
+    return router.log_z_squared.sum() / total
+
+
+def route(
+    logits: jax.Array, k: int, normalize: bool, recorded: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Experts and gate weights of every token.
+
+    Natively, the ``k`` largest logits. Where ``recorded`` holds experts, exactly those (R3, eq. (40)): membership is replayed,
+    the weights come from the *current* logits, ``g_e = I_e exp(z_e) / sum_e' I_e' exp(z_e')``, and gradients reach the router
+    through ``z``. With ``normalize`` False the weights are the full softmax gathered at the experts.
+
+    Args:
+        logits: float32 ``[..., E]``.
+        k: experts per token.
+        normalize: ``norm_topk_prob``.
+        recorded: int32 ``[..., k]`` with ``NATIVE_ROUTE`` rows where there is no record, or None. Rows are complete: that is
+            checked on the host by ``model.validate_routes``, since a gather clamps or wraps a wrong index silently.
+
+    Returns:
+        indices int32 ``[..., k]``, weights float32 ``[..., k]``, and bool ``[...]`` twice: recorded, and recorded with the set
+        that the router would have chosen.
+    """
+    _, native = jax.lax.top_k(jax.lax.stop_gradient(logits), k)
+    if recorded is None:
+        indices, has_record, agrees = native, jnp.zeros(logits.shape[:-1], bool), jnp.zeros(logits.shape[:-1], bool)
+    else:
+        has_record = recorded[..., 0] != NATIVE_ROUTE
+        indices = jnp.where(has_record[..., None], recorded, native)
+        agrees = has_record & jnp.all(jnp.any(indices[..., :, None] == native[..., None, :], axis=-1), axis=-1)
+    # A one-hot selection rather than a gather: its gradient is a broadcast, not a scatter.
+    chosen = indices[..., None] == jnp.arange(logits.shape[-1])
+    selected = jnp.sum(jnp.where(chosen, logits[..., None, :], 0.0), axis=-1)
+    if normalize:
+        weights = jax.nn.softmax(selected, axis=-1)
+    else:
+        weights = jnp.exp(selected - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    return indices, weights, has_record, agrees
+
+
+def moe_mlp(
+    p: Params,
+    cfg: ModelConfig,
+    x: jax.Array,
+    valid: jax.Array,
+    recorded: jax.Array | None,
+    implementation: MoEImplementation,
+    placement: Placement | None,
+) -> tuple[jax.Array, RouterOutput]:
+    """One mixture layer on ``x [B, T, D]``; the second result describes it alone (no ``L`` axis).
+
+    Args:
+        p: ``router [D, E]``, ``gate`` and ``up [E, D, F]``, ``down [E, F, D]``.
+        cfg: the model.
+        x: normalised hidden states.
+        valid: bool ``[B, T]``; padding yields zeros and is not counted.
+        recorded: int32 ``[B, T, K]`` or None, see ``route``.
+        implementation: see the module.
+        placement: mesh and rules, or None for one device.
+    """
+    E, K = cfg.num_experts, cfg.num_experts_per_tok
+    logits = jnp.einsum("btd,de->bte", x, p["router"], preferred_element_type=jnp.float32)
+    indices, weights, has_record, agrees = route(logits, K, cfg.norm_topk_prob, recorded)
+    counted = valid.astype(jnp.float32)
+    chosen = jnp.sum(indices[..., None] == jnp.arange(E), axis=-2, dtype=jnp.float32)
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    statistics = RouterOutput(
+        indices=indices,
+        logits=logits,
+        load=jnp.einsum("bt,bte->e", counted, chosen),
+        probability=jnp.einsum("bt,bte->e", counted, jnp.exp(logits - log_z[..., None])),
+        log_z_squared=jnp.sum(jnp.where(valid, jnp.square(log_z), 0.0)),
+        tokens=counted.sum(),
+        recorded=jnp.sum(has_record & valid, dtype=jnp.float32),
+        agreed=jnp.sum(agrees & valid, dtype=jnp.float32),
+    )
+    dispatched = jnp.where(valid[..., None], indices, E)
+    weights = jnp.where(valid[..., None], weights, 0.0).astype(x.dtype)
+    y = _experts(x, dispatched, weights, (p["gate"], p["up"], p["down"]), implementation, placement)
+    return y, statistics
+
+
+Weights = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def choose_implementation(tokens: int, experts: int, k: int, platform: str) -> MoEImplementation:
+    """What ``auto`` means for this many tokens: measured on two CPU cores; accelerators have a good ``ragged_dot``."""
+    if platform != "cpu":
+        return "ragged"
+    return "dense" if experts // 2 < tokens * k <= 32 * experts else "blocked"
+
+
+def _experts(
+    x: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    experts: Weights,
+    implementation: MoEImplementation,
+    placement: Placement | None,
+) -> jax.Array:
+    """``[B, T, D]``; ``indices`` of padding are E."""
+    (B, T, D), (E, K) = x.shape, (experts[0].shape[0], indices.shape[-1])
+    platform = jax.default_backend() if placement is None else placement.mesh.devices.flat[0].platform
+    if implementation == "auto":
+        implementation = choose_implementation(B * T, E, K, platform)
+    if implementation == "dense":
+        return _dense(x.reshape(B * T, D), indices.reshape(-1, K), weights.reshape(-1, K), experts).reshape(x.shape)
+    grouped = functools.partial(_grouped, ragged=implementation == "ragged")
+    if placement is None or placement.mesh.size == 1:
+        return grouped(x.reshape(B * T, D), indices.reshape(-1, K), weights.reshape(-1, K), experts).reshape(x.shape)
+
+    mesh = placement.mesh
+    batch, expert, column = (placement.mesh_axes(a) for a in ("batch", "expert", "expert_mlp"))
+    exchanged = tuple(a for a in expert if a in batch)
+
+    def local(x: jax.Array, indices: jax.Array, weights: jax.Array, *experts: jax.Array) -> jax.Array:
+        # Each device serves its own experts for the tokens of its whole expert group, then the group adds up.
+        for axis in exchanged:
+            x, indices, weights = (jax.lax.all_gather(a, axis, tiled=True) for a in (x, indices, weights))
+        first = jax.lax.axis_index(expert) * experts[0].shape[0] if expert else 0
+        mine = (indices >= first) & (indices < first + experts[0].shape[0])
+        indices = jnp.where(mine, indices - first, experts[0].shape[0])
+        rows = x.shape[0] * T
+        y = grouped(
+            x.reshape(rows, D), indices.reshape(rows, K), weights.reshape(rows, K), (experts[0], experts[1], experts[2])
+        )
+        y = y.reshape(x.shape)
+        if column:
+            y = jax.lax.psum(y, column)
+        for axis in reversed(exchanged):
+            y = jax.lax.psum_scatter(y, axis, tiled=True)
+        return y
+
+    rows = placement.spec(("batch", None, None))
+    gate, down = placement.spec(("expert", None, "expert_mlp")), placement.spec(("expert", "expert_mlp", None))
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(rows, rows, rows, gate, gate, down), out_specs=PartitionSpec(*rows), check_vma=False
+    )(x, indices, weights, *experts)
+
+
+def _dense(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weights) -> jax.Array:
+    gate, up, down = experts
+    E = gate.shape[0]
+    combine = jnp.sum(jnp.where(indices[..., None] == jnp.arange(E), weights[..., None], 0), axis=1)  # [N, E]
+    hidden = jax.nn.silu(jnp.einsum("nd,edf->enf", x, gate)) * jnp.einsum("nd,edf->enf", x, up)
+    hidden = hidden * combine.T[:, :, None]
+    return jnp.einsum("enf,efd->nd", hidden, down)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Where each (token, slot) lies once rows are sorted by expert.
+
+    ``slot [M]``: row -> ``n * K + k``, or ``N * K`` for a filler row. ``row [N * K]``: its inverse, or ``M`` for padding.
+    ``sizes [E]``: rows of each expert. ``block_expert [M / block]``: whose rows a block holds.
+    """
+
+    slot: jax.Array
+    row: jax.Array
+    sizes: jax.Array
+    block_expert: jax.Array
+
+
+def _layout(indices: jax.Array, experts: int, block: int) -> _Layout:
+    flat = indices.reshape(-1)
+    count = flat.shape[0]
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    sizes = jnp.sum(flat[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    blocks = -(-sizes // block)
+    block_end = jnp.cumsum(blocks)
+    total = min(count, -(-count // block) + experts)  # static bound on non-empty blocks
+    shift = jnp.append((block_end - blocks) * block - (jnp.cumsum(sizes) - sizes), 0)
+    expert = flat[order]
+    rows = jnp.where(expert < experts, jnp.arange(count, dtype=jnp.int32) + shift[expert], total * block)
+    row = jnp.zeros(count, jnp.int32).at[order].set(rows, unique_indices=True)
+    slot = jnp.full(total * block, count, jnp.int32).at[rows].set(order, mode="drop")
+    block_expert = jnp.sum(jnp.arange(total)[:, None] >= block_end, axis=1)
+    return _Layout(slot, row, sizes, jnp.minimum(block_expert, experts - 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _spread(x: jax.Array, slot: jax.Array, row: jax.Array, k: int) -> jax.Array:
+    """``x [N, D]`` -> sorted rows ``[M, D]``; zero in filler rows. ``_collect`` is its transpose: neither needs a scatter."""
+    return jnp.take(x, slot // k, axis=0, mode="fill", fill_value=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _collect(y: jax.Array, slot: jax.Array, row: jax.Array, k: int) -> jax.Array:
+    """Sorted rows ``[M, D]`` -> ``[N, D]``, each token's ``k`` rows added up."""
+    return jnp.take(y, row.reshape(-1, k), axis=0, mode="fill", fill_value=0).sum(axis=1)
+
+
+_spread.defvjp(
+    lambda x, slot, row, k: (_spread(x, slot, row, k), (slot, row)),
+    lambda k, maps, g: (_collect(g, *maps, k), None, None),
+)
+_collect.defvjp(
+    lambda y, slot, row, k: (_collect(y, slot, row, k), (slot, row)),
+    lambda k, maps, g: (_spread(g, *maps, k), None, None),
+)
+
+
+def _grouped(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weights, ragged: bool) -> jax.Array:
+    gate, up, down = experts
+    E, K = gate.shape[0], indices.shape[-1]
+    block = 1 if ragged else _block_size(indices.size, E)
+    at = _layout(indices, E, block)
+    rows = _spread(x, at.slot, at.row, K)
+    scale = _spread(weights.reshape(-1, 1), at.slot, at.row, 1)
+    if ragged:
+        hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, at.sizes)) * jax.lax.ragged_dot(rows, up, at.sizes) * scale
+        # Rows behind the last group belong to nobody, and what ragged_dot leaves there is not specified.
+        used = (at.slot < indices.size)[:, None]
+        y = jnp.where(used, jax.lax.ragged_dot(jnp.where(used, hidden, 0), down, at.sizes), 0)
+    else:
+        blocks = rows.reshape(-1, block, rows.shape[-1])
+        own = at.block_expert
+        hidden = jax.nn.silu(jnp.einsum("bnd,bdf->bnf", blocks, gate[own])) * jnp.einsum(
+            "bnd,bdf->bnf", blocks, up[own]
+        )
+        hidden = hidden * scale.reshape(-1, block, 1)
+        y = jnp.einsum("bnf,bfd->bnd", hidden, down[own]).reshape(rows.shape)
+    return _collect(y, at.slot, at.row, K)
+
+
+def _block_size(assignments: int, experts: int) -> int:
+    """Rows of a block: large enough for a fast matmul, small enough that padding every expert's last block stays cheap."""
+    block = 1
+    while block < 256 and block * experts * 2 < assignments:
+        block *= 2
+    return block

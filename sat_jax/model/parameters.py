@@ -1,0 +1,178 @@
+"""The parameter table: one row a tensor, from which shapes, initial values, shardings and checkpoint names all follow.
+
+Parameters are a plain nested dict. Layers of one kind are stacked (leading axis ``layers``) per ``LayerRun``, so that a
+48-layer model compiles one layer body::
+
+    {"embed": [V, D], "layers_0": {"attention": {"q": [n, D, H, h], ...}, "mlp": {"gate": [n, E, D, F], ...}, ...},
+     "final_norm": [D], "head": [V, D]}          # "head" is absent where the embedding is tied
+
+Matrices are stored input-first (``[in..., out...]``), the embedding and the head ``[V, D]``; the hub stores ``[out, in]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jax.typing import DTypeLike
+
+from sat_jax.model.config import LayerRun, ModelConfig
+
+Params = dict[str, Any]
+Initializer = Literal["normal", "ones", "zeros"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One row of the table.
+
+    Attributes:
+        path: keys from the root of the parameter tree.
+        shape: of the stacked array.
+        dtype: of the array.
+        axes: logical name of every axis: ``layers expert vocab embed heads kv_heads head_dim mlp expert_mlp``.
+        init: ``normal`` (standard deviation ``initializer_range``), ``ones`` or ``zeros``.
+        hub: hub name with ``{layer}`` and ``{expert}`` where the array is stacked over them.
+        first_layer: layer number of index 0 of a ``layers`` axis.
+        matrix: True: the hub holds the transpose, ``[out, in]``, of what is stored here (heads flattened).
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    axes: tuple[str, ...]
+    init: Initializer
+    hub: str
+    first_layer: int = 0
+    matrix: bool = False
+
+    @property
+    def name(self) -> str:
+        """The path, dotted."""
+        return ".".join(self.path)
+
+    @property
+    def stacked(self) -> int:
+        """Leading axes that enumerate hub tensors (layers, experts): 0, 1 or 2."""
+        return sum(axis in ("layers", "expert") for axis in self.axes[:2]) if self.axes[0] == "layers" else 0
+
+
+def parameter_table(cfg: ModelConfig, dtype: DTypeLike = "float32") -> tuple[Parameter, ...]:
+    """Every parameter of ``cfg``, in a fixed order."""
+    kind, D, V = jnp.dtype(dtype), cfg.hidden_size, cfg.vocab_size
+    rows = [Parameter(("embed",), (V, D), kind, ("vocab", "embed"), "normal", "model.embed_tokens.weight")]
+    for run in cfg.runs:
+        rows += _layer_rows(cfg, run, kind)
+    rows.append(Parameter(("final_norm",), (D,), kind, ("embed",), "ones", "model.norm.weight"))
+    if not cfg.tie_word_embeddings:
+        rows.append(Parameter(("head",), (V, D), kind, ("vocab", "embed"), "normal", "lm_head.weight"))
+    return tuple(rows)
+
+
+def _layer_rows(cfg: ModelConfig, run: LayerRun, kind: np.dtype[Any]) -> list[Parameter]:
+    D, H, KV, h = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+    rows: list[Parameter] = []
+
+    def add(path: str, sizes: Mapping[str, int], init: Initializer, hub: str, matrix: bool = False) -> None:
+        axes = ("layers", *(axis.rstrip("_") for axis in sizes))
+        shape = (run.length, *sizes.values())
+        full = (run.name, *path.split("."))
+        rows.append(Parameter(full, shape, kind, axes, init, "model.layers.{layer}." + hub, run.first, matrix))
+
+    heads, kv_heads = {"heads": H, "head_dim": h}, {"kv_heads": KV, "head_dim": h}
+    add("attention_norm", {"embed": D}, "ones", "input_layernorm.weight")
+    for name, sizes in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        add(f"attention.{name}", {"embed": D, **sizes}, "normal", f"self_attn.{name}_proj.weight", matrix=True)
+        if cfg.attention_bias:
+            add(f"attention.{name}_bias", sizes, "zeros", f"self_attn.{name}_proj.bias")
+        if cfg.qk_norm and name != "v":
+            add(f"attention.{name}_norm", {"head_dim": h}, "ones", f"self_attn.{name}_norm.weight")
+    add("attention.out", {**heads, "embed": D}, "normal", "self_attn.o_proj.weight", matrix=True)
+    if cfg.attention_bias:
+        add("attention.out_bias", {"embed": D}, "zeros", "self_attn.o_proj.bias")
+    add("mlp_norm", {"embed": D}, "ones", "post_attention_layernorm.weight")
+    if run.moe:
+        E, F = {"expert": cfg.num_experts}, cfg.moe_intermediate_size
+        add("mlp.router", {"embed": D, "router": cfg.num_experts}, "normal", "mlp.gate.weight", matrix=True)
+        for name in ("gate", "up"):
+            sizes = {**E, "embed": D, "expert_mlp": F}
+            add(f"mlp.{name}", sizes, "normal", f"mlp.experts.{{expert}}.{name}_proj.weight", matrix=True)
+        sizes = {**E, "expert_mlp": F, "embed": D}
+        add("mlp.down", sizes, "normal", "mlp.experts.{expert}.down_proj.weight", matrix=True)
+    else:
+        F = cfg.intermediate_size
+        for name, sizes in (
+            ("gate", {"embed": D, "mlp": F}),
+            ("up", {"embed": D, "mlp": F}),
+            ("down", {"mlp": F, "embed": D}),
+        ):
+            add(f"mlp.{name}", sizes, "normal", f"mlp.{name}_proj.weight", matrix=True)
+            if cfg.mlp_bias:
+                add(f"mlp.{name}_bias", dict(list(sizes.items())[1:]), "zeros", f"mlp.{name}_proj.bias")
+    return rows
+
+
+def parameter_count(cfg: ModelConfig) -> int:
+    """Number of trainable scalars."""
+    return sum(math.prod(p.shape) for p in parameter_table(cfg))
+
+
+def unflatten(leaves: Mapping[tuple[str, ...], Any]) -> Params:
+    """The nested dict of ``path -> leaf``."""
+    tree: Params = traverse_util.unflatten_dict(dict(leaves))
+    return tree
+
+
+def flatten(params: Params) -> dict[tuple[str, ...], Any]:
+    """``path -> leaf`` of a nested dict."""
+    leaves: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(params)
+    return leaves
+
+
+def abstract_params(cfg: ModelConfig, dtype: DTypeLike = "float32", shardings: Params | None = None) -> Params:
+    """The tree with ``jax.ShapeDtypeStruct`` leaves: enough to lower and compile a step without any weights."""
+    where = flatten(shardings) if shardings is not None else {}
+    return unflatten(
+        {
+            p.path: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=where.get(p.path))
+            for p in parameter_table(cfg, dtype)
+        }
+    )
+
+
+def init_params(
+    key: jax.Array, cfg: ModelConfig, dtype: DTypeLike = "float32", shardings: Params | None = None
+) -> Params:
+    """Fresh parameters: normal matrices, unit norms, zero biases.
+
+    Each array's stream is ``fold_in(key, crc32(name))``: adding a parameter changes no other, and the values do not depend
+    on the sharding.
+
+    Args:
+        key: a PRNG key.
+        cfg: the model.
+        dtype: of every array.
+        shardings: tree of ``jax.sharding.Sharding`` (``param_shardings``); each array is made where it will live.
+    """
+    table = parameter_table(cfg, dtype)
+
+    def make(key: jax.Array) -> Params:
+        leaves = {}
+        for p in table:
+            if p.init == "normal":
+                stream = jax.random.fold_in(key, zlib.crc32(p.name.encode()) & 0x7FFFFFFF)
+                leaves[p.path] = (cfg.initializer_range * jax.random.normal(stream, p.shape, jnp.float32)).astype(
+                    p.dtype
+                )
+            else:
+                leaves[p.path] = jnp.full(p.shape, 1 if p.init == "ones" else 0, p.dtype)
+        return unflatten(leaves)
+
+    return jax.jit(make)(key) if shardings is None else jax.jit(make, out_shardings=shardings)(key)
