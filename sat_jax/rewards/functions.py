@@ -1,0 +1,136 @@
+"""Reward functions: how they are named, called and answered.
+
+A reward is any importable ``module:function`` with the signature ``(prompt, response, answer, metadata)`` or verl's
+``compute_score(data_source, solution_str, ground_truth, extra_info)``, and returns a number or a mapping with one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_OWN = ("prompt", "response", "answer", "metadata")
+
+
+@dataclasses.dataclass(frozen=True)
+class GradeJob:
+    """One response to be graded.
+
+    Attributes:
+        prompt: the rendered prompt.
+        response: the decoded response, special tokens removed.
+        answer: the reference answer.
+        source: name of the data source.
+        metadata: what else the source said about the problem; has to survive pickling.
+    """
+
+    prompt: str
+    response: str
+    answer: str
+    source: str = ""
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grade:
+    """What a response is worth.
+
+    Attributes:
+        reward: finite; the grader's ``failed_reward`` where ``failed``.
+        verdict: the reward function's own word (``correct``, ``wrong``, ``unparsed``; ``graded`` where it has none), or
+            ``timeout``, ``crashed`` or ``error`` where there is no grade to be had.
+        info: whatever else the reward function returned; ``error`` says why a grading failed.
+    """
+
+    reward: float
+    verdict: str
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """True where the verifier, not the response, failed."""
+        return self.verdict in ("timeout", "crashed", "error")
+
+
+RewardFunction = Callable[[GradeJob], Grade]
+
+
+def load_reward(spec: str) -> RewardFunction:
+    """Import ``module:function`` and adapt it.
+
+    Raises:
+        ValueError: the spec is malformed, the module cannot be imported, or has no such function, or that takes other
+            parameters.
+    """
+    module_name, colon, name = spec.partition(":")
+    if not colon or not module_name or not name:
+        raise ValueError(f"reward {spec!r}: write module:function, like sat_jax.rewards.math:grade")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a module may fail to import in any way
+        raise ValueError(f"reward {spec}: {module_name} cannot be imported ({error!r}); is it on the path?") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        near = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_"))
+        raise ValueError(f"reward {spec}: {module_name} has no function {name}; it has {near or 'none'}")
+    return adapt_reward(function)
+
+
+def adapt_reward(function: Callable[..., Any]) -> RewardFunction:
+    """A reward function of either signature as a function from ``GradeJob`` to ``Grade``.
+
+    Raises:
+        ValueError: neither signature fits.
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    parameters = inspect.signature(function).parameters
+    required = {
+        k for k, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    }
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if {"solution_str", "ground_truth"} <= parameters.keys() and required <= set(_VERL):
+        accepted = [key for key in _VERL if open_ended or key in parameters]
+
+        def from_verl(job: GradeJob) -> Grade:
+            extra = job.metadata.get("extra_info", job.metadata)
+            values = dict(zip(_VERL, (job.source, job.response, job.answer, extra), strict=True))
+            return to_grade(function(**{key: values[key] for key in accepted}))
+
+        return from_verl
+    if len(required) <= len(_OWN) <= len(parameters) or set(_OWN) <= parameters.keys():
+        return lambda job: to_grade(function(job.prompt, job.response, job.answer, job.metadata))
+    raise ValueError(
+        f"reward {name}({', '.join(parameters)}): a reward takes ({', '.join(_OWN)}), or verl's ({', '.join(_VERL)})"
+    )
+
+
+def to_grade(value: Any) -> Grade:
+    """What a reward function returned, as a ``Grade``: a number, or a mapping with ``reward`` (verl: ``score``).
+
+    Raises:
+        TypeError: neither a number nor such a mapping.
+        ValueError: the number is not finite.
+    """
+    info: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        info = {str(k): v for k, v in value.items()}
+        value = info.pop("reward", info.pop("score", None))
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        raise TypeError(f"a reward returned {value!r:.80}: a number, or a mapping with 'reward' or 'score' is expected")
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise ValueError(f"a reward returned {reward}: it must be finite")
+    return Grade(reward, str(info.pop("verdict", "graded")), info)
+
+
+def run_reward(function: RewardFunction, job: GradeJob) -> Grade:
+    """Grade one job; what the reward function raises becomes a grade of verdict ``error``, told in ``info``."""
+    try:
+        return function(job)
+    except Exception as error:  # noqa: BLE001 - it may raise anything, and one odd response must not end a long run
+        return Grade(0.0, "error", {"error": f"{type(error).__name__}: {error}"})
