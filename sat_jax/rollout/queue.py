@@ -104,7 +104,7 @@ class GroupQueue:
 
     @property
     def capacity(self) -> int:
-        """How many groups may be started now; never negative."""
+        """How many groups may be started now; never negative, 0 once nothing is left to start."""
         with self._changed:
             return self._capacity()
 
@@ -128,6 +128,8 @@ class GroupQueue:
             RuntimeError: there is no room; ask ``wait_for_room`` first.
         """
         with self._changed:
+            if self._exhausted and not self._requeued:
+                return None
             if self._capacity() < 1:
                 raise RuntimeError("issue() without room: call wait_for_room() first")
             if self._requeued:
@@ -326,6 +328,8 @@ class GroupQueue:
     # ------------------------------------------------------------------ inside, under the lock
 
     def _capacity(self) -> int:
+        if self._exhausted and not self._requeued:
+            return 0  # nothing is left that could be started
         room = (self.max_staleness + self._version + 1) * self.groups_per_step - self._accepted - len(self._running)
         if self._max_groups is not None:
             room = min(room, self._max_groups - len(self._ready) - len(self._running))

@@ -1,70 +1,29 @@
 """The bounded queue: back-pressure, staleness, order, resume, and that nobody ever hangs."""
 
-import dataclasses
-import itertools
 import json
 import threading
 import time
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sat_jax.rollout.ledger import Ledger, audit, read_ledger
 from sat_jax.rollout.queue import GroupQueue, QueueStopped, token_staleness
-from sat_jax.types import Group, Prompt, Trajectory
-
-
-def prompt(i) -> Prompt:
-    return Prompt(f"p{i}", f"prompt {i}", np.array([1, 2, 3], np.int32), str(i), "test")
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    position: int
-
-    @property
-    def prompt(self) -> Prompt:
-        return prompt(self.position)
-
-    @property
-    def group_id(self) -> str:
-        return f"0:p{self.position}"
-
-
-def stream(start=0, stop=None):
-    return map(Place, itertools.count(start) if stop is None else range(start, stop))
-
-
-def group(ticket, versions=(0,)) -> Group:
-    versions = np.asarray(versions, np.int32)
-    trajectory = Trajectory(
-        prompt_id=ticket.prompt.prompt_id,
-        sample_index=0,
-        prompt_ids=ticket.prompt.token_ids,
-        response_ids=np.arange(len(versions), dtype=np.int32),
-        log_probs=np.zeros(len(versions), np.float32),
-        policy_versions=versions,
-        routed_experts=None,
-        finish_reason="stop",
-        reward=1.0,
-    )
-    return Group(ticket.group_id, ticket.prompt, (trajectory,), np.zeros(1, np.float32))
 
 
 def ids(groups) -> list[str]:
     return [g.prompt.prompt_id for g in groups]
 
 
-def test_capacity_is_the_formula():
+def test_capacity_is_the_formula(make_group, stream):
     queue, source = GroupQueue(groups_per_step=2, max_staleness=1), stream()
     assert queue.capacity == 4
     tickets = [queue.issue(source) for _ in range(4)]
     assert queue.capacity == 0
     with pytest.raises(RuntimeError, match="without room"):
         queue.issue(source)
-    queue.put(group(tickets[0]))
+    queue.put(make_group(tickets[0]))
     assert queue.capacity == 0, "finished groups stay accepted"
     queue.filter(tickets[1].group_id)
     queue.fail(tickets[2].group_id, "lost")
@@ -77,59 +36,59 @@ def test_capacity_counts_from_the_resumed_version():
     assert GroupQueue(groups_per_step=8, max_staleness=4, version=100).capacity == 40
 
 
-def test_max_groups_bounds_what_waits():
+def test_max_groups_bounds_what_waits(make_group, stream):
     queue, source = GroupQueue(groups_per_step=1, max_staleness=9, max_groups=2), stream()
     tickets = [queue.issue(source) for _ in range(2)]
     assert queue.wait_for_room(timeout=0.01) == 0
-    queue.put(group(tickets[0]))
+    queue.put(make_group(tickets[0]))
     assert queue.capacity == 0
     queue.take(1, 0)
     assert queue.capacity == 1
 
 
-def test_take_hands_out_in_issue_order_whatever_finishes_first():
+def test_take_hands_out_in_issue_order_whatever_finishes_first(make_group, stream):
     queue, source = GroupQueue(groups_per_step=3, max_staleness=0), stream()
     tickets = [queue.issue(source) for _ in range(3)]
     for ticket in reversed(tickets):
-        queue.put(group(ticket))
+        queue.put(make_group(ticket))
     assert ids(queue.take(3, 0)) == ["p0", "p1", "p2"]
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("drop", ["p1", "p3"]), ("requeue", ["p1", "p2"])])
-def test_stale_groups_are_dropped_or_requeued_and_counted(policy, expected, tmp_path):
+def test_stale_groups_are_dropped_or_requeued_and_counted(policy, expected, tmp_path, make_group, stream):
     path = tmp_path / "ledger.jsonl"
     queue = GroupQueue(groups_per_step=1, max_staleness=2, on_stale=policy, ledger=Ledger(path))
     source = stream()
     first, second, third = (queue.issue(source) for _ in range(3))
-    queue.put(group(first, [0]))
-    queue.put(group(second, [3, 3]))
-    queue.put(group(third, [0, 3]))  # the oldest token counts, not the newest
+    queue.put(make_group(first, [0]))
+    queue.put(make_group(second, [3, 3]))
+    queue.put(make_group(third, [0, 3]))  # the oldest token counts, not the newest
     queue.trained(queue.take(1, 0), 1)
     queue.set_version(3)
     assert ids(queue.take(1, 3)) == expected[:1]
     assert queue.counts()["stale"] == 1
     fourth = queue.issue(source)
     assert fourth.prompt.prompt_id == expected[1]
-    queue.put(group(fourth, [3]))
+    queue.put(make_group(fourth, [3]))
     assert ids(queue.take(1, 3)) == expected[1:]
     states = [e.state for e in read_ledger(path) if e.prompt_id == "p2"]
     assert states[:3] == ["issued", "generated", "stale"]
     assert (states[3:4] == ["requeued"]) == (policy == "requeue")
 
 
-def test_versions_three_four_five_trained_at_six():
+def test_versions_three_four_five_trained_at_six(make_group, stream):
     queue, source = GroupQueue(groups_per_step=1, max_staleness=3), stream()
-    queue.put(group(queue.issue(source), [3, 4, 5]))
+    queue.put(make_group(queue.issue(source), [3, 4, 5]))
     (taken,) = queue.take(1, 6)
     assert token_staleness([taken], 6).tolist() == [3, 2, 1]
     assert token_staleness([], 6).shape == (0,)
 
 
-def test_a_group_ends_once():
+def test_a_group_ends_once(make_group, stream):
     queue, source = GroupQueue(groups_per_step=1, max_staleness=0), stream()
     ticket = queue.issue(source)
-    queue.put(group(ticket))
-    for again in (lambda: queue.put(group(ticket)), lambda: queue.fail(ticket.group_id, "late")):
+    queue.put(make_group(ticket))
+    for again in (lambda: queue.put(make_group(ticket)), lambda: queue.fail(ticket.group_id, "late")):
         with pytest.raises(ValueError, match="not in flight"):
             again()
     taken = queue.take(1, 0)
@@ -150,7 +109,7 @@ def test_producer_error_reaches_a_waiting_consumer_at_once():
     assert queue.wait_for_room() == 0
 
 
-def test_stop_wakes_both_sides_and_twice_is_a_no_op():
+def test_stop_wakes_both_sides_and_twice_is_a_no_op(stream):
     queue, source = GroupQueue(groups_per_step=1, max_staleness=0), stream()
     queue.issue(source)
     results = {}
@@ -175,36 +134,36 @@ def test_stop_wakes_both_sides_and_twice_is_a_no_op():
     assert results == {"room": 0, "stopped": True}
 
 
-def test_take_times_out_and_names_what_is_in_flight():
+def test_take_times_out_and_names_what_is_in_flight(stream):
     queue = GroupQueue(groups_per_step=1, max_staleness=0)
     queue.issue(stream())
     with pytest.raises(TimeoutError, match="0 of 1 groups in time; in flight: 0:p0"):
         queue.take(1, 0, timeout=0.02)
 
 
-def test_a_group_that_never_returns_fails_the_run_by_name():
+def test_a_group_that_never_returns_fails_the_run_by_name(make_group, stream):
     queue, source = GroupQueue(groups_per_step=2, max_staleness=0, group_timeout=0.1), stream()
-    queue.put(group(queue.issue(source)))
+    queue.put(make_group(queue.issue(source)))
     queue.issue(source)
     with pytest.raises(TimeoutError, match=r"group 0:p1 is in flight for more than 0.1 s"):
         queue.take(2, 0, timeout=30)
 
 
-def test_next_batch_counts_finished_and_running():
+def test_next_batch_counts_finished_and_running(make_group, stream):
     queue, source = GroupQueue(groups_per_step=3, max_staleness=2, version=5), stream()
     assert queue.next_batch() == (5, 3)
     tickets = [queue.issue(source) for _ in range(4)]
     assert queue.next_batch() == (6, 2)
     queue.filter(tickets[0].group_id)
-    queue.put(group(tickets[1], [5]))
+    queue.put(make_group(tickets[1], [5]))
     assert queue.next_batch() == (6, 3)
 
 
-def test_exhausted_source_hands_out_the_rest():
+def test_exhausted_source_hands_out_the_rest(make_group, stream):
     queue, source = GroupQueue(groups_per_step=2, max_staleness=0), stream(0, 1)
     ticket = queue.issue(source)
     assert queue.issue(source) is None
-    queue.put(group(ticket))
+    queue.put(make_group(ticket))
     assert ids(queue.take(2, 0)) == ["p0"]
     assert queue.take(2, 1) == []
 
@@ -229,34 +188,34 @@ def test_impossible_settings_are_refused(settings, words):
         GroupQueue(**settings)
 
 
-def test_resume_neither_skips_nor_repeats(tmp_path):
+def test_resume_neither_skips_nor_repeats(tmp_path, make_group, stream, place):
     """Fault 37: generated {0,1,2}, 3 in flight, trained {0,1}, cursor 4, crash -> next batch {2,3}; every id once."""
     path = tmp_path / "ledger.jsonl"
     queue, source = GroupQueue(groups_per_step=2, max_staleness=1, ledger=Ledger(path)), stream(0, 8)
     tickets = [queue.issue(source) for _ in range(4)]
     for ticket in tickets[:3]:
-        queue.put(group(ticket))
+        queue.put(make_group(ticket))
     queue.trained(queue.take(2, 0), 1)
     state, groups = queue.snapshot()
     assert json.loads(json.dumps(state)) == state
     assert (state["cursor"], state["held"], state["in_flight"]) == (4, [2], [3])
     # After the checkpoint the run goes on, trains 2 and 3, issues 4, and crashes without saying goodbye.
     queue.set_version(1)
-    queue.put(group(tickets[3]))
+    queue.put(make_group(tickets[3]))
     queue.trained(queue.take(2, 1), 2)
     queue.issue(source)
     assert not audit(read_ledger(path)).clean
 
     history = read_ledger(path)
     resumed = GroupQueue(groups_per_step=2, max_staleness=1, ledger=Ledger(path), version=1)
-    resumed.restore(state, groups, Place, history)
+    resumed.restore(state, groups, place, history)
     assert resumed.next_batch() == (1, 1)
     source = stream(state["cursor"], 8)
     batches = []
     for step in range(1, 4):
         resumed.set_version(step)
         while resumed.counts()["ready"] < 2:
-            resumed.put(group(resumed.issue(source), [step]))
+            resumed.put(make_group(resumed.issue(source), [step]))
         batches.append(resumed.take(2, step))
         resumed.trained(batches[-1], step + 1)
     resumed.close()
@@ -268,37 +227,37 @@ def test_resume_neither_skips_nor_repeats(tmp_path):
     assert report.ends == {"trained": 8}
 
 
-def test_groups_taken_but_not_trained_on_are_part_of_a_snapshot():
+def test_groups_taken_but_not_trained_on_are_part_of_a_snapshot(make_group, stream, place):
     queue, source = GroupQueue(groups_per_step=1, max_staleness=1), stream()
-    queue.put(group(queue.issue(source)))
+    queue.put(make_group(queue.issue(source)))
     taken = queue.take(1, 0)
     state, groups = queue.snapshot()
     assert groups == taken
     resumed = GroupQueue(groups_per_step=1, max_staleness=1)
-    resumed.restore(state, groups, Place)
+    resumed.restore(state, groups, place)
     assert resumed.take(1, 0) == taken
 
 
-def test_a_second_resume_of_the_same_ledger_is_clean(tmp_path):
+def test_a_second_resume_of_the_same_ledger_is_clean(tmp_path, make_group, stream, place):
     path = tmp_path / "ledger.jsonl"
     queue, source = GroupQueue(groups_per_step=1, max_staleness=3, ledger=Ledger(path)), stream()
     for _ in range(2):
-        queue.put(group(queue.issue(source)))
+        queue.put(make_group(queue.issue(source)))
     queue.issue(source)
     state, groups = queue.snapshot()
     queue.close()
     for _ in range(2):
         history = read_ledger(path)
         queue = GroupQueue(groups_per_step=1, max_staleness=3, ledger=Ledger(path))
-        queue.restore(state, groups, Place, history)
+        queue.restore(state, groups, place, history)
         queue.issue(stream(state["cursor"]))
         queue.close()
         assert audit(read_ledger(path)).clean
 
 
-def test_dropped_as_stale_moves_the_cursor_past():
+def test_dropped_as_stale_moves_the_cursor_past(make_group, stream):
     queue, source = GroupQueue(groups_per_step=1, max_staleness=0), stream()
-    queue.put(group(queue.issue(source)))
+    queue.put(make_group(queue.issue(source)))
     queue.set_version(1)
     with pytest.raises(TimeoutError):
         queue.take(1, 1, timeout=0)
@@ -306,22 +265,22 @@ def test_dropped_as_stale_moves_the_cursor_past():
     assert (state["cursor"], state["in_flight"], groups) == (1, [], [])
 
 
-def test_restore_checks_what_it_is_given():
+def test_restore_checks_what_it_is_given(make_group, stream, place):
     queue = GroupQueue(groups_per_step=1, max_staleness=0)
-    queue.put(group(queue.issue(stream())))
+    queue.put(make_group(queue.issue(stream())))
     state, groups = queue.snapshot()
     with pytest.raises(RuntimeError, match="fresh"):
-        queue.restore(state, groups, Place)
+        queue.restore(state, groups, place)
     with pytest.raises(ValueError, match="not those of its state"):
-        GroupQueue(groups_per_step=1, max_staleness=0).restore(state, [], Place)
+        GroupQueue(groups_per_step=1, max_staleness=0).restore(state, [], place)
 
 
-def test_close_gives_back_what_has_no_end(tmp_path):
+def test_close_gives_back_what_has_no_end(tmp_path, make_group, stream):
     path = tmp_path / "ledger.jsonl"
     queue, source = GroupQueue(groups_per_step=1, max_staleness=2, ledger=Ledger(path)), stream()
     tickets = [queue.issue(source) for _ in range(3)]
-    queue.put(group(tickets[0]))
-    queue.put(group(tickets[1]))
+    queue.put(make_group(tickets[0]))
+    queue.put(make_group(tickets[1]))
     queue.take(1, 0)  # taken, never trained on
     queue.close()
     queue.close()
@@ -338,7 +297,7 @@ def test_close_gives_back_what_has_no_end(tmp_path):
     moves=st.lists(st.sampled_from(["issue", "put", "filter", "fail", "step"]), max_size=60),
     data=st.data(),
 )
-def test_any_history_keeps_the_books(groups_per_step, max_staleness, policy, moves, data):
+def test_any_history_keeps_the_books(groups_per_step, max_staleness, policy, moves, data, make_group, stream):
     queue = GroupQueue(groups_per_step, max_staleness, on_stale=policy)
     source, flying, version, trained = stream(), [], 0, []
     for move in moves:
@@ -347,7 +306,7 @@ def test_any_history_keeps_the_books(groups_per_step, max_staleness, policy, mov
         elif move in ("put", "filter", "fail") and flying:
             ticket, born = flying.pop(data.draw(st.integers(0, len(flying) - 1)))
             if move == "put":
-                queue.put(group(ticket, [born]))
+                queue.put(make_group(ticket, [born]))
             else:
                 (queue.filter if move == "filter" else queue.fail)(ticket.group_id, "")
         elif move == "step":
