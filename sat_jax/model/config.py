@@ -24,7 +24,8 @@ class ModelConfig:
     """A decoder-only transformer: Qwen3, Qwen3-MoE or Llama. Hashable; fields are named as in ``config.json``.
 
     Attributes:
-        model_type: ``qwen3_moe`` | ``qwen3`` | ``llama``. Qwen3 normalises every query and key head (RMSNorm); Llama does not.
+        model_type: ``qwen3_moe`` | ``qwen3`` | ``llama``. Qwen3 normalises every query and key head (RMSNorm); Llama
+            does not.
         vocab_size: V, rows of the embedding; may exceed the tokenizer's size.
         hidden_size: D.
         num_hidden_layers: all layers, dense and mixture-of-experts.
@@ -35,7 +36,8 @@ class ModelConfig:
         moe_intermediate_size: width of one expert.
         num_experts: E; 0 makes every layer dense.
         num_experts_per_tok: K.
-        norm_topk_prob: True: the K gate weights are a softmax over the chosen experts. False: the full softmax, gathered.
+        norm_topk_prob: True: the K gate weights are a softmax over the chosen experts. False: the full softmax,
+            gathered.
         decoder_sparse_step: layer ``i`` is a mixture only if ``(i + 1) % decoder_sparse_step == 0``.
         mlp_only_layers: layers that are dense whatever the step says.
         rms_norm_eps: added to the mean square.
@@ -45,7 +47,8 @@ class ModelConfig:
         attention_bias: biases on the q, k, v and output projections.
         mlp_bias: biases in dense MLPs (Llama only).
         initializer_range: standard deviation of freshly initialised matrices.
-        router_aux_loss_coef: the checkpoint's own load-balancing coefficient; used only where a training config asks for it.
+        router_aux_loss_coef: the checkpoint's own load-balancing coefficient; used only where a training config asks
+            for it.
         bos_token_id: or None.
         eos_token_id: every id that ends a response.
         pad_token_id: or None.
@@ -158,10 +161,12 @@ class LayerRun:
 
 # Keys that never change what the model computes.
 _NEUTRAL = frozenset(
-    "architectures torch_dtype dtype transformers_version use_cache output_router_logits max_window_layers _name_or_path "
-    "_attn_implementation _attn_implementation_autoset return_dict output_attentions output_hidden_states pretraining_tp "
-    "is_llama_config transformers.js_config unsloth_version unsloth_fixed tokenizer_class torchscript model_name "
-    "router_jitter_noise_eval num_return_sequences".split()
+    (
+        *("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "tokenizer_class"),
+        *("use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "return_dict"),
+        *("_attn_implementation", "_attn_implementation_autoset", "torchscript", "pretraining_tp", "max_window_layers"),
+        *("is_llama_config", "transformers.js_config"),
+    )
 )
 # Keys that are fine at one value only: the value for which the maths is the one implemented here.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
@@ -177,9 +182,11 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 }
 _RENAMED = {"num_local_experts": "num_experts"}
 _FIELDS = {f.name: f for f in dataclasses.fields(ModelConfig)}
-_REQUIRED = tuple(
-    "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size".split()
+_REQUIRED = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "intermediate_size",
 )
+_MOE_REQUIRED = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 def read_config(hf_dir: str | Path) -> ModelConfig:
@@ -205,7 +212,7 @@ def read_config(hf_dir: str | Path) -> ModelConfig:
 
 
 def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """``ModelConfig`` from a parsed ``config.json``; ``where`` names it in errors, which are those of ``read_config``."""
+    """``ModelConfig`` of a parsed ``config.json``; ``where`` names it in errors, which are those of ``read_config``."""
     known = {**_architecture(raw, where)}
     model_type = known["model_type"]
     for key, value in raw.items():
@@ -221,7 +228,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
         elif name in _FIXED:
             if value not in _FIXED[name]:
                 raise ValueError(
-                    f"{where}: {key} = {value!r} is not implemented (only {_FIXED[name][0]!r} is): use another checkpoint"
+                    f"{where}: {key} = {value!r} is not implemented, only {_FIXED[name][0]!r}: use another model"
                 )
         elif value is not None:
             raise ValueError(
@@ -236,12 +243,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
         raise ValueError(f"{where}: mlp_bias = true is not implemented for {model_type}: use another checkpoint")
     if model_type == "qwen3_moe":
         known.setdefault("norm_topk_prob", False)  # transformers' default
-    else:
-        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
-            known.pop(name, None)
-    required = _REQUIRED + (
-        ("num_experts", "num_experts_per_tok", "moe_intermediate_size") if model_type == "qwen3_moe" else ()
-    )
+    required = _REQUIRED + (_MOE_REQUIRED if model_type == "qwen3_moe" else ())
     missing = [name for name in required if known.get(name) is None]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}: add what the checkpoint was trained with")
@@ -249,7 +251,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
 
 
 def config_to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
-    """``config.json`` in the hub's layout, which every transformers release since 4.51 reads; ``dtype`` of the stored weights."""
+    """``config.json`` in the hub's layout, readable by every transformers since 4.51; ``dtype`` is the weights'."""
     eos = list(cfg.eos_token_id)
     raw: dict[str, Any] = {
         "architectures": [next(name for name, kind in ARCHITECTURES.items() if kind == cfg.model_type)],

@@ -1,7 +1,7 @@
 """From hidden states to log-probabilities, never holding ``[B, T, V]``.
 
-``token_log_probs`` is the one place where the shift by one happens: training, reference, proximal and evaluation passes all
-call it.
+``token_log_probs`` is the one place where the shift by one happens: training, reference, proximal and evaluation passes
+all call it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def token_log_probs(
 ) -> TokenLogProbs:
     """Log-probability of every token given those before it, differentiable in ``params`` and ``hidden``.
 
-    ``log_probs[b, t] = log_softmax(logits(hidden[b, t - 1]) / temperature)[tokens[b, t]]``. In packed rows the first token of
-    a segment gets the log-prob under the segment before it: mask it, as ``Batch.loss_mask`` does.
+    ``log_probs[b, t] = log_softmax(logits(hidden[b, t - 1]) / temperature)[tokens[b, t]]``. In packed rows the first
+    token of a segment gets the log-prob under the segment before it: mask it, as ``Batch.loss_mask`` does.
 
     Args:
         params: the policy's.
@@ -61,7 +61,8 @@ def token_log_probs(
         hidden: ``[B, T, D]``, after the final norm.
         tokens: int ``[B, T]``.
         temperature: what the sampler divided its logits by (eq. (1) compares the two policies at the same temperature).
-        chunk_size: tokens whose logits are in memory at once: ``chunk_size * V * 4`` bytes. The backward pass makes them again.
+        chunk_size: tokens whose logits are in memory at once: ``chunk_size * V * 4`` bytes. The backward pass makes
+            them again.
         with_entropy: also return ``-sum p log p``.
     """
     B, T, D = hidden.shape

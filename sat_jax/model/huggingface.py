@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: sharded safetensors, hub names, per-expert and fused (transformers 5) expert layouts."""
+"""Hugging Face folders in and out: sharded safetensors, hub names, per-expert and fused (transformers 5) layouts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def load_params(
 ) -> Params:
     """The parameters of a Hugging Face folder.
 
-    Names, shapes and dtypes of every tensor are checked before the first one is read. Tensors are read one at a time; host
-    memory holds one layer of one parameter (or up to 256 MiB of small ones), never the model.
+    Names, shapes and dtypes of every tensor are checked before the first one is read. Tensors are read one at a time;
+    host memory holds one layer of one parameter (or up to 256 MiB of small ones), never the model.
 
     Args:
         hf_dir: folder with ``model.safetensors``, or shards and ``model.safetensors.index.json``.
@@ -43,7 +43,8 @@ def load_params(
 
     Raises:
         FileNotFoundError: no folder, no weights, or a shard that the index names is missing.
-        ValueError: a truncated shard; tensors missing, left over, of the wrong shape or dtype (all listed); NaN or infinity.
+        ValueError: a truncated shard; tensors missing, left over, of the wrong shape or dtype (all listed); NaN or
+            infinity.
     """
     folder = Path(hf_dir)
     cfg = read_config(folder) if cfg is None else cfg
@@ -62,10 +63,11 @@ def save_hf(
     source: str | Path | None = None,
     max_shard_bytes: int = 2 * 2**30,
 ) -> Path:
-    """Writes ``hf_dir``: hub-named shards, index, ``config.json``, ``generation_config.json`` and the tokenizer's files.
+    """Writes ``hf_dir``: hub-named shards, index, ``config.json``, ``generation_config.json`` and the tokenizer's
+    files.
 
-    Values keep their dtype, so that loading gives back the same bits. The folder appears whole or not at all: it is written
-    beside its place and renamed.
+    Values keep their dtype, so that loading gives back the same bits. The folder appears whole or not at all: it is
+    written beside its place and renamed.
 
     Args:
         hf_dir: must not exist, or be empty.
@@ -151,7 +153,7 @@ class _Checkpoint:
         tensor: np.ndarray = self._file(self.files[name]).get_tensor(name)
         if not np.isfinite(tensor).all():
             raise ValueError(
-                f"{name} in {self.folder / self.files[name]} holds NaN or infinity: the checkpoint is unusable; fetch it again"
+                f"{name} in {self.folder / self.files[name]} holds NaN or infinity: fetch the checkpoint again"
             )
         return tensor
 
@@ -186,7 +188,7 @@ class _Checkpoint:
         if missing or surplus:
             raise ValueError(
                 f"{self.folder} does not hold the tensors that its config.json describes: missing {_some(missing)}; "
-                f"left over {_some(surplus)}: config and weights belong to different models, or the folder is half written"
+                f"left over {_some(surplus)}: config and weights are of different models, or the folder is half written"
             )
         for name, shape in expected.items():
             found = self.slice(name)
@@ -344,7 +346,7 @@ def _check_tree(table: tuple[Parameter, ...], params: Params) -> None:
     if set(leaves) != paths:
         odd = [".".join(path) for path in sorted(set(leaves) ^ paths)]
         raise ValueError(
-            f"parameters do not fit the configuration: {_some(odd)} missing or left over; pass the config they were made with"
+            f"parameters do not fit the configuration: {_some(odd)} missing or left over; pass the right config"
         )
     for p in table:
         if leaves[p.path].shape != p.shape:

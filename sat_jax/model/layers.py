@@ -26,7 +26,7 @@ def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding of heads ``[B, T, H, h]``: element ``i`` is paired with ``i + h / 2``, as in Hugging Face checkpoints."""
+    """Rotary embedding of heads ``[B, T, H, h]``: element ``i`` is paired with ``i + h / 2``, as on the hub."""
     cos, sin = angles
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
@@ -58,8 +58,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.
 
     Args:
         q: ``[B, T, H, h]``.
-        k: ``[B, KV, S, h]``; query head ``n`` reads key head ``n // (H / KV)``. Heads come before positions, the layout in
-            which a cache is read without a copy.
+        k: ``[B, KV, S, h]``; query head ``n`` reads key head ``n // (H / KV)``. Heads come before positions, the layout
+            in which a cache is read without a copy.
         v: like ``k``.
         visible: bool ``[B, T, S]``.
 

@@ -3,8 +3,8 @@
 Three implementations of the same sum ``y[n] = sum_k weight[n, k] * expert[index[n, k]](x[n])``:
 
 * ``ragged``: rows sorted by expert, ``jax.lax.ragged_dot``. Accelerators.
-* ``blocked``: rows sorted by expert, each expert's rows padded to whole blocks, one batched matmul over blocks. CPU, where
-  ``ragged_dot`` is some thirty times slower than a matmul.
+* ``blocked``: rows sorted by expert, each expert's rows padded to whole blocks, one batched matmul over blocks. CPU,
+  where ``ragged_dot`` is some thirty times slower than a matmul.
 * ``dense``: every expert on every token, weighted. Few tokens (decoding), where reading the weights is what costs.
 
 No token is ever dropped, whatever the load. Tokens that are padding are not dispatched and not counted.
@@ -34,8 +34,8 @@ class RouterOutput:
     """What the mixture layers did, as sums, so that micro-batches and devices add up before anyone divides.
 
     Attributes:
-        indices: int32 ``[B, T, L, K]``; the experts used. By descending probability where routed natively, in recorded order
-            where replayed; meaningless at padding.
+        indices: int32 ``[B, T, L, K]``; the experts used. By descending probability where routed natively, in recorded
+            order where replayed; meaningless at padding.
         logits: float32 ``[B, T, L, E]``; the router's own, before the softmax.
         load: float32 ``[L, E]``; (token, slot) assignments to each expert, padding left out.
         probability: float32 ``[L, E]``; sum of the router's softmax over tokens.
@@ -56,7 +56,7 @@ class RouterOutput:
 
     @property
     def agreement(self) -> jax.Array:
-        """Share of recorded (token, layer) expert sets that the router would have chosen itself; 1 where none is recorded."""
+        """Share of recorded (token, layer) expert sets that the router would choose too; 1 where none is recorded."""
         recorded = self.recorded.sum()
         return jnp.where(recorded > 0, self.agreed.sum() / jnp.maximum(recorded, 1), 1.0)
 
@@ -66,9 +66,9 @@ def load_balancing_loss(
 ) -> jax.Array:
     """``E * sum_e f_e * P_e``: scalar, K at perfect balance.
 
-    ``f_e`` is the mean number of assignments to expert ``e`` and ``P_e`` its mean probability, both over tokens and layers
-    together (transformers' ``load_balancing_loss_func``; Switch Transformer, arXiv:2101.03961, (4)-(6)). No gradient flows
-    through ``f``.
+    ``f_e`` is the mean number of assignments to expert ``e`` and ``P_e`` its mean probability, both over tokens and
+    layers together (transformers' ``load_balancing_loss_func``; Switch Transformer, arXiv:2101.03961, (4)-(6)). No
+    gradient flows through ``f``.
 
     Args:
         router: statistics of a (micro-)batch.
@@ -94,20 +94,21 @@ def route(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Experts and gate weights of every token.
 
-    Natively, the ``k`` largest logits. Where ``recorded`` holds experts, exactly those (R3, eq. (40)): membership is replayed,
-    the weights come from the *current* logits, ``g_e = I_e exp(z_e) / sum_e' I_e' exp(z_e')``, and gradients reach the router
-    through ``z``. With ``normalize`` False the weights are the full softmax gathered at the experts.
+    Natively, the ``k`` largest logits. Where ``recorded`` holds experts, exactly those (R3, eq. (40)): membership is
+    replayed, the weights come from the *current* logits, ``g_e = I_e exp(z_e) / sum_e' I_e' exp(z_e')``, and gradients
+    reach the router through ``z``. With ``normalize`` False the weights are the full softmax gathered at the experts.
 
     Args:
         logits: float32 ``[..., E]``.
         k: experts per token.
         normalize: ``norm_topk_prob``.
-        recorded: int32 ``[..., k]`` with ``NATIVE_ROUTE`` rows where there is no record, or None. Rows are complete: that is
-            checked on the host by ``model.validate_routes``, since a gather clamps or wraps a wrong index silently.
+        recorded: int32 ``[..., k]`` with ``NATIVE_ROUTE`` rows where there is no record, or None. Rows are complete:
+            that is checked on the host by ``model.validate_routes``, since a gather clamps or wraps a wrong index
+            silently.
 
     Returns:
-        indices int32 ``[..., k]``, weights float32 ``[..., k]``, and bool ``[...]`` twice: recorded, and recorded with the set
-        that the router would have chosen.
+        indices int32 ``[..., k]``, weights float32 ``[..., k]``, and bool ``[...]`` twice: recorded, and recorded with
+        the set that the router would have chosen.
     """
     _, native = jax.lax.top_k(jax.lax.stop_gradient(logits), k)
     if recorded is None:
@@ -239,8 +240,8 @@ def _dense(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weight
 class _Layout:
     """Where each (token, slot) lies once rows are sorted by expert.
 
-    ``slot [M]``: row -> ``n * K + k``, or ``N * K`` for a filler row. ``row [N * K]``: its inverse, or ``M`` for padding.
-    ``sizes [E]``: rows of each expert. ``block_expert [M / block]``: whose rows a block holds.
+    ``slot [M]``: row -> ``n * K + k``, or ``N * K`` for a filler row. ``row [N * K]``: its inverse, or ``M`` for
+    padding. ``sizes [E]``: rows of each expert. ``block_expert [M / block]``: whose rows a block holds.
     """
 
     slot: jax.Array
@@ -268,7 +269,7 @@ def _layout(indices: jax.Array, experts: int, block: int) -> _Layout:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _spread(x: jax.Array, slot: jax.Array, row: jax.Array, k: int) -> jax.Array:
-    """``x [N, D]`` -> sorted rows ``[M, D]``; zero in filler rows. ``_collect`` is its transpose: neither needs a scatter."""
+    """``x [N, D]`` -> sorted rows ``[M, D]``; zero in fillers. ``_collect`` is its transpose: no scatter is needed."""
     return jnp.take(x, slot // k, axis=0, mode="fill", fill_value=0)
 
 
@@ -312,7 +313,7 @@ def _grouped(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weig
 
 
 def _block_size(assignments: int, experts: int) -> int:
-    """Rows of a block: large enough for a fast matmul, small enough that padding every expert's last block stays cheap."""
+    """Rows of a block: large enough for a fast matmul, small enough that padding each expert's last one is cheap."""
     block = 1
     while block < 256 and block * experts * 2 < assignments:
         block *= 2

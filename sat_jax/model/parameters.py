@@ -6,7 +6,8 @@ Parameters are a plain nested dict. Layers of one kind are stacked (leading axis
     {"embed": [V, D], "layers_0": {"attention": {"q": [n, D, H, h], ...}, "mlp": {"gate": [n, E, D, F], ...}, ...},
      "final_norm": [D], "head": [V, D]}          # "head" is absent where the embedding is tied
 
-Matrices are stored input-first (``[in..., out...]``), the embedding and the head ``[V, D]``; the hub stores ``[out, in]``.
+Matrices are stored input-first (``[in..., out...]``), the embedding and the head ``[V, D]``; the hub stores
+``[out, in]``.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ def init_params(
 ) -> Params:
     """Fresh parameters: normal matrices, unit norms, zero biases.
 
-    Each array's stream is ``fold_in(key, crc32(name))``: adding a parameter changes no other, and the values do not depend
-    on the sharding.
+    Each array's stream is ``fold_in(key, crc32(name))``: adding a parameter changes no other, and the values do not
+    depend on the sharding.
 
     Args:
         key: a PRNG key.

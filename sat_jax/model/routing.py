@@ -20,8 +20,8 @@ class RouteLayout:
 
     Attributes:
         axes: order of the axes: ``TLK`` (token, layer, slot) or ``LTK``.
-        layers: ``all``: one entry per layer of the model, dense ones included (their content is ignored); ``moe``: mixture
-            layers only.
+        layers: ``all``: one entry per layer of the model, dense ones included (their content is ignored); ``moe``:
+            mixture layers only.
     """
 
     axes: Literal["TLK", "LTK"] = "TLK"
@@ -33,8 +33,8 @@ def validate_routes(
 ) -> np.ndarray:
     """int32 ``[n_tokens, L, K]``, MoE layers only, the missing last row filled with ``NATIVE_ROUTE``.
 
-    A row is either K different experts or all ``NATIVE_ROUTE`` (route natively). The engine reports one row per token that it
-    fed to the model: all of them, or all but the last, which was sampled and never fed back.
+    A row is either K different experts or all ``NATIVE_ROUTE`` (route natively). The engine reports one row per token
+    that it fed to the model: all of them, or all but the last, which was sampled and never fed back.
 
     Args:
         routes: integers, laid out as ``layout`` says.
@@ -44,8 +44,8 @@ def validate_routes(
         layout: the engine's; None: ``[T, L, K]`` of the mixture layers, as ``Trajectory`` holds them.
 
     Raises:
-        ValueError: another number of rows, layers or experts per token; an expert that does not exist; a row that is partly
-            filled or names an expert twice; a mixture layer without any record.
+        ValueError: another number of rows, layers or experts per token; an expert that does not exist; a row that is
+            partly filled or names an expert twice; a mixture layer without any record.
     """
     layout = RouteLayout() if layout is None else layout
     moe, K, E = cfg.moe_layers, cfg.num_experts_per_tok, cfg.num_experts
@@ -62,15 +62,15 @@ def validate_routes(
     expected = cfg.num_hidden_layers if layout.layers == "all" else len(moe)
     if n_layers != expected:
         raise ValueError(
-            f"{name}: routed experts for {n_layers} layers, expected {expected} ({layout.layers} layers, axes {layout.axes}): "
+            f"{name}: routed experts for {n_layers} layers, expected {expected} ({layout.layers}, axes {layout.axes}): "
             "they come from another model, or the layout is declared wrongly"
         )
     if k != K:
         raise ValueError(f"{name}: {k} routed experts per token, the model has {K}: they come from another model")
     if rows not in (n_tokens - 1, n_tokens):
         raise ValueError(
-            f"{name}: {rows} rows of routed experts for {n_tokens} tokens, expected {n_tokens - 1} or {n_tokens}: rows were lost, "
-            "or joined twice on resume"
+            f"{name}: {rows} rows of routed experts for {n_tokens} tokens, expected {n_tokens - 1} or {n_tokens}: "
+            "rows were lost, or joined twice on resume"
         )
     if layout.layers == "all":
         routes = routes[:, list(moe)]

@@ -1,7 +1,7 @@
 """One table from logical axes to mesh axes: parameters, activations and caches are all placed by it.
 
-Mesh axes: ``data`` (rows), ``fsdp`` (rows, and the parameters' embed axis), ``tensor`` (heads, MLP and vocabulary columns),
-``expert`` (rows outside, experts inside the mixture layers). A mesh may lack any of them.
+Mesh axes: ``data`` (rows), ``fsdp`` (rows, and the parameters' embed axis), ``tensor`` (heads, MLP and vocabulary
+columns), ``expert`` (rows outside, experts inside the mixture layers). A mesh may lack any of them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...], placement: Placement |
         ways = placement.ways(axis) if axis else 1
         if size % ways:
             raise ValueError(
-                f"{axis} dimension of size {size} is not divisible by mesh axes {placement.mesh_axes(axis)} = {ways} ways: "
+                f"{axis} dimension {size} is not divisible by mesh axes {placement.mesh_axes(axis)}, {ways} ways: "
                 "pad it, or shrink those axes"
             )
     return jax.lax.with_sharding_constraint(x, placement.sharding(axes))
@@ -84,8 +84,8 @@ def check_mesh(cfg: ModelConfig, mesh: Mesh) -> None:
             for mesh_axis in placement.mesh_axes(axis):
                 if size % mesh.shape[mesh_axis]:
                     raise ValueError(
-                        f"mesh axis '{mesh_axis}' = {mesh.shape[mesh_axis]} does not divide the {axis} dimension = {size} "
-                        f"of {p.name}: choose a size that divides it"
+                        f"mesh axis '{mesh_axis}' = {mesh.shape[mesh_axis]} does not divide the {axis} dimension "
+                        f"{size} of {p.name}: choose a size that divides it"
                     )
 
 

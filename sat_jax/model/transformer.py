@@ -1,4 +1,4 @@
-"""The forward pass over whole sequences, and ``extend``: the same layers over a KV cache, a chunk or a token at a time."""
+"""The forward pass over whole sequences, and ``extend``: the same layers over a KV cache, a chunk at a time."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ class ForwardOptions:
     """How to compute, never what. Hashable: a static argument.
 
     Attributes:
-        compute_dtype: of activations and matmul inputs (``bfloat16``: parameters stay as they are, say float32 masters, and
-            are cast layer by layer). None: the dtype of the parameters. Norms, router, softmax and logits are float32 always.
-        remat: what a layer keeps for the backward pass: ``none`` recomputes nothing, ``dots`` keeps matmul outputs, ``full``
-            keeps only the layer's input.
-        scan_layers: compile one layer per run and loop; False unrolls, which compiles longer and can run a little faster.
+        compute_dtype: of activations and matmul inputs (``bfloat16``: parameters stay as they are, say float32 masters,
+            and are cast layer by layer). None: the dtype of the parameters. Norms, router, softmax and logits are
+            float32 always.
+        remat: what a layer keeps for the backward pass: ``none`` recomputes nothing, ``dots`` keeps matmul outputs,
+            ``full`` keeps only the layer's input.
+        scan_layers: compile one layer per run and loop; False unrolls, which compiles longer and can run a little
+            faster.
         moe: implementation of the mixture layers, see ``sat_jax.model.moe``.
         attention_block: queries whose scores are in memory at once.
         placement: mesh and rules for activations, or None.
@@ -76,8 +78,8 @@ def forward(
         params: as ``init_params`` or ``load_params`` give them.
         cfg: the model.
         tokens: int32 ``[B, T]``.
-        segment_ids: int32 ``[B, T]``; 0 is padding, on any side; other values are the sequences of a packed row. None: every
-            token is one sequence's.
+        segment_ids: int32 ``[B, T]``; 0 is padding, on any side; other values are the sequences of a packed row. None:
+            every token is one sequence's.
         positions: int32 ``[B, T]`` within the segment. None: counted from each segment's first token.
         routed_experts: int32 ``[B, T, L, K]`` to replay, ``NATIVE_ROUTE`` where there is no record; None: no replay.
         options: how to compute.
@@ -141,7 +143,7 @@ def init_cache(
     """
     if max_len > cfg.max_position_embeddings:
         raise ValueError(
-            f"max_len = {max_len} is longer than the model's context max_position_embeddings = {cfg.max_position_embeddings}: "
+            f"max_len = {max_len} exceeds the model's max_position_embeddings = {cfg.max_position_embeddings}: "
             "shorten prompts and responses, or use another checkpoint"
         )
 
@@ -186,9 +188,9 @@ def extend(
 ) -> ExtendOutput:
     """Feeds each slot up to C further tokens: C = 1 is a decode step, C > 1 a prefill chunk.
 
-    Entry ``i < n_valid[r]`` of row ``r`` is the token at position ``start[r] + i`` of its slot and sees positions up to its
-    own. Other entries write nothing and are seen by nobody. Positions at and beyond ``start`` that the slot held before are
-    overwritten or invisible, so a slot is reused by starting at 0.
+    Entry ``i < n_valid[r]`` of row ``r`` is the token at position ``start[r] + i`` of its slot and sees positions up to
+    its own. Other entries write nothing and are seen by nobody. Positions at and beyond ``start`` that the slot held
+    before are overwritten or invisible, so a slot is reused by starting at 0.
 
     Args:
         params: the policy's.
@@ -197,8 +199,8 @@ def extend(
         tokens: int32 ``[R, C]``.
         start: int32 ``[R]``.
         n_valid: int32 ``[R]``, 0 .. C; ``start + n_valid <= M`` is the caller's to keep.
-        slots: int32 ``[R]``, the distinct slots that the rows belong to (rows with ``n_valid`` 0 may repeat one). None: row
-            ``r`` is slot ``r``, and R = S.
+        slots: int32 ``[R]``, the distinct slots that the rows belong to (rows with ``n_valid`` 0 may repeat one). None:
+            row ``r`` is slot ``r``, and R = S.
         options: how to compute.
     """
     C, M = tokens.shape[1], cache.max_len
@@ -311,8 +313,8 @@ def _check_routes(cfg: ModelConfig, tokens: jax.Array, routed_experts: jax.Array
     expected = (*tokens.shape, len(cfg.moe_layers), cfg.num_experts_per_tok)
     if routed_experts.shape != expected:
         raise ValueError(
-            f"routed_experts has shape {routed_experts.shape}, expected [B, T, L, K] = {expected}: they come from another model, "
-            "or the axes are in another order (model.validate_routes turns an engine's layout into this one)"
+            f"routed_experts has shape {routed_experts.shape}, expected [B, T, L, K] = {expected}: they "
+            "come from another model, or the axes are in another order (see model.validate_routes)"
         )
 
 
