@@ -136,7 +136,9 @@ def finish(figure: Figure, runs: Sequence[Run]) -> Figure:
         proxies = [
             Line2D([], [], color=c, linestyle=s, label=_short(r.name)) for r, (c, s) in zip(runs, styles, strict=True)
         ]
-        figure.legend(handles=proxies, loc="outside upper left", ncols=2 if max(len(r.name) for r in runs) > 16 else 3)
+        columns = 2 if max(len(run.name) for run in runs) > 16 else 3
+        figure.set_figheight(figure.get_figheight() + 0.18 * -(-len(runs) // columns))
+        figure.legend(handles=proxies, loc="outside upper left", ncols=columns)
     for axes in figure.axes:
         handles, _ = axes.get_legend_handles_labels()
         # A panel's only line is named by its title; a lone dashed line is a reference, which nothing else explains.

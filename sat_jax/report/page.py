@@ -22,8 +22,8 @@ GENERATOR = "sat_jax report"
 
 
 LIMITS = (
-    "What the numbers do not say: SAT acts on the sampled surrogate and does not bound the realised policy; |log ratio| "
-    "is neither a total variation nor a version age; q is relative to its batch."
+    "What the numbers do not say: SAT acts on the sampled surrogate and does not bound the realised policy; "
+    "|log ratio| is neither a total variation nor a version age; q is relative to its batch."
 )
 """The paper's own limits, which belong wherever results are shown."""
 
@@ -266,7 +266,7 @@ def _comparison(runs: Sequence[Run]) -> str:
             _wall_time(run),
         ]
         color = f"var(--c{i % len(plots.PALETTE)})"
-        name = f'<td><span class="chip" style="background:{color}"></span>{_text(run.name)}</td>'
+        name = f'<td class="name"><span class="chip" style="background:{color}"></span>{_text(run.name)}</td>'
         rows.append(f"<tr>{name}{''.join(f'<td class=n>{_text(cell)}</td>' for cell in cells)}</tr>")
     caption = (
         f"Held-out {plots.at_k(runs[0])}. The best evaluation alone hides a collapse: read it with the final one and "
