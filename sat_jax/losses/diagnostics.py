@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from sat_jax.losses.masked import divide
+from sat_jax.losses.masked import divide, row_max, row_min, row_sum
 from sat_jax.losses.ratios import safe_exp
 
 if TYPE_CHECKING:
@@ -63,20 +63,19 @@ def policy_diagnostics(
 ) -> Reductions:
     """Table 10's diagnostics and their neighbours, reduced over each row's active tokens."""
     mask, token, d = prepared.mask, prepared.token, prepared.token_log_ratio
-    dtype = d.dtype
 
     def total(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(mask, x, 0), axis=-1, dtype=dtype)
+        return row_sum(x, mask).astype(d.dtype)
 
     sums = {
-        "train/tokens": jnp.sum(mask, axis=-1, dtype=dtype),
+        "train/tokens": jnp.sum(mask, axis=-1, dtype=d.dtype),
         "train/d_bar": total(jnp.abs(d)),
         # k3 of KL(mu || pi) from mu's own samples: E_mu[r - 1 - log r].
         "train/kl_train_rollout": total(safe_exp(d) - 1 - d),
         "train/clip_fraction": total(terms.cut),
     }
     minima: dict[str, jax.Array] = {}
-    maxima = {"train/ratio_max": jnp.max(jnp.where(mask, token.frozen_ratio, 0), axis=-1, initial=0)}
+    maxima = {"train/ratio_max": row_max(token.frozen_ratio, mask, empty=0)}
     if entropy is not None:
         sums["train/entropy"] = total(entropy)
     if terms.keep is not None:
@@ -94,16 +93,17 @@ def policy_diagnostics(
         and radii.c_low is not None
         and radii.c_high is not None
     ):
+        c_low, c_high = total(radii.c_low), total(radii.c_high)
         sums |= {
             "sat/gate_rate": total(terms.gate),
             "sat/intercept_rate": total(terms.intercepted),
-            "sat/eps_low_mean": total(radii.low),
-            "sat/eps_high_mean": total(radii.high),
-            "sat/c_low_mean": total(radii.c_low),
-            "sat/c_high_mean": total(radii.c_high),
+            "sat/eps_low_mean": config.eps_low * c_low,
+            "sat/eps_high_mean": config.eps_high * c_high,
+            "sat/c_low_mean": c_low,
+            "sat/c_high_mean": c_high,
         }
-        minima["sat/c_low_min"] = jnp.min(jnp.where(mask, radii.c_low, 1), axis=-1, initial=1)
-        minima["sat/c_high_min"] = jnp.min(jnp.where(mask, radii.c_high, 1), axis=-1, initial=1)
+        minima["sat/c_low_min"] = row_min(radii.c_low, mask, empty=1)
+        minima["sat/c_high_min"] = row_min(radii.c_high, mask, empty=1)
     return Reductions(sums, minima, maxima)
 
 

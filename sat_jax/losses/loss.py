@@ -14,7 +14,7 @@ from sat_jax.losses.config import DENOMINATOR_ARRAY, LossConfig
 from sat_jax.losses.diagnostics import Reductions, policy_diagnostics, reduce_metrics
 from sat_jax.losses.inputs import LossInputs, check_shapes
 from sat_jax.losses.kl import kl_estimate
-from sat_jax.losses.masked import Sequences, divide, sequences
+from sat_jax.losses.masked import Sequences, divide, row_sum, sequences
 from sat_jax.losses.quantile import order_statistic, rank_from_alpha
 from sat_jax.losses.ratios import clamp_log_ratio, safe_exp, unit_log_ratio
 from sat_jax.losses.rules.base import Mask, Penalty, Radii, Radius, Rule, Token, Weight
@@ -151,9 +151,8 @@ class Loss:
         mask = prepared.mask
 
         def aggregate(x: jax.Array) -> jax.Array:
-            x = jnp.where(mask, x, 0)
             # Whole rows share one scale: multiply the row's sum, not its tokens.
-            return jnp.sum(x, axis=-1) * scale[..., 0] if scale.shape[-1] == 1 else jnp.sum(x * scale, axis=-1)
+            return row_sum(x, mask) * scale[..., 0] if scale.shape[-1] == 1 else row_sum(x * scale, mask)
 
         pg_loss = aggregate(terms.loss)
         loss, kl_loss = pg_loss, jnp.zeros_like(pg_loss)
@@ -226,12 +225,14 @@ def prepare(config: LossConfig, inputs: LossInputs) -> Prepared:
     frozen_ratio = jax.lax.stop_gradient(ratio) if inputs.scored_log_probs is None else safe_exp(frozen_d)
     advantages = jnp.asarray(inputs.advantages)
     if advantages.ndim == 1:
-        advantages = advantages[:, None]
+        advantages = jnp.where(jnp.any(mask, axis=-1), advantages, 0).astype(dtype)[:, None]
+    else:
+        advantages = select(advantages)
     token = Token(
         ratio=ratio,
         frozen_ratio=frozen_ratio,
         log_ratio=frozen_d,
-        advantage=jax.lax.stop_gradient(select(advantages)),
+        advantage=jax.lax.stop_gradient(advantages),
         log_prob=log_prob,
         frozen_log_prob=scored,
         behavior_log_prob=behavior,

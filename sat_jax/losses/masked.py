@@ -14,6 +14,29 @@ def divide(total: chex.Array, count: chex.Array) -> jax.Array:
     return jnp.where(count > 0, total / jnp.maximum(count, 1).astype(jnp.result_type(total)), 0)
 
 
+def row_sum(x: chex.Array, mask: chex.Array) -> jax.Array:
+    """[B] sums of ``x`` over the active tokens of each row; [B, 1] stands for a number that a row's tokens share."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if x.shape[-1] == 1:
+        count = jnp.sum(mask, axis=-1, dtype=jnp.uint32)
+        return jnp.where(count > 0, x[..., 0] * count.astype(x.dtype), 0)
+    return jnp.sum(jnp.where(mask, x, 0), axis=-1)
+
+
+def row_min(x: chex.Array, mask: chex.Array, empty: float) -> jax.Array:
+    """[B] minima of ``x`` [B, T] or [B, 1] over the active tokens of each row; ``empty`` where there is none."""
+    return jnp.min(jnp.where(_row_mask(x, mask), x, empty), axis=-1, initial=empty)
+
+
+def row_max(x: chex.Array, mask: chex.Array, empty: float) -> jax.Array:
+    """[B] maxima, like ``row_min``."""
+    return jnp.max(jnp.where(_row_mask(x, mask), x, empty), axis=-1, initial=empty)
+
+
+def _row_mask(x: chex.Array, mask: chex.Array) -> jax.Array:
+    return jnp.any(mask, axis=-1, keepdims=True) if x.shape[-1] == 1 else mask
+
+
 @struct.dataclass
 class Sequences:
     """Which tokens belong together: rows, or the segments packed into them.

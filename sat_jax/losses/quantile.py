@@ -1,19 +1,24 @@
 """The exact inverse-CDF order statistic over active tokens: integers, no sort, no gather.
 
 A non-negative float's bit pattern, read as an integer, is ordered like its value. The order statistic is therefore
-found by bisecting that integer: each step counts the tokens below a trial pattern, which under ``jit`` on sharded
-arrays is a local sum and an all-reduce of one number. Every split over devices and micro-batches counts the same tokens
-and so finds the same bits.
+found digit by digit of that integer: each step counts tokens, which under ``jit`` on sharded arrays is a local sum and
+a small all-reduce. Every split over devices and micro-batches counts the same tokens and so finds the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 
 import chex
 import jax
 import jax.numpy as jnp
+
+DIGIT_BITS = 8
+
+Across = Callable[[jax.Array], jax.Array]
+"""Sums counts over mapped axes; the identity where there are none."""
 
 
 def decimal_digits(alpha: float) -> tuple[int, ...]:
@@ -63,8 +68,8 @@ def order_statistic(
 ) -> jax.Array:
     """The ``rank``-th smallest of non-negative numbers, each counted ``weights`` times.
 
-    ``inf{x : sum(weights[magnitudes <= x]) >= rank}``. One pass over the data for every bit of the float but its sign,
-    each pass one fused compare-and-sum. Inside ``shard_map`` or ``pmap`` name the mapped axes to count across them.
+    ``inf{x : sum(weights[magnitudes <= x]) >= rank}``. Inside ``shard_map`` or ``pmap`` name the mapped axes to count
+    across them; under ``jit`` on sharded arrays nothing needs naming.
 
     Args:
         magnitudes: float [...], >= 0. Anything may stand where the weight is 0.
@@ -79,16 +84,55 @@ def order_statistic(
     width = jnp.finfo(magnitudes.dtype).bits
     integer = {16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}[width]
     pattern = jax.lax.bitcast_convert_type(magnitudes, integer)
-    counts = weights.astype(jnp.uint32)
 
-    def step(i: jax.Array, prefix: jax.Array) -> jax.Array:
-        # The largest pattern with fewer than `rank` tokens below it, built from the top bit down.
-        trial = prefix | (jnp.asarray(1, integer) << (width - 2 - i).astype(integer))
-        below = jnp.sum(jnp.where(pattern < trial, counts, 0), dtype=jnp.uint32)
-        for axis in axis_names:
-            below = jax.lax.psum(below, axis)
-        return jnp.where(below < rank, trial, prefix)
+    def across(counts: jax.Array) -> jax.Array:
+        return functools.reduce(jax.lax.psum, axis_names, counts)
 
-    found = jax.lax.fori_loop(0, width - 1, step, jnp.zeros((), integer))
+    # Both are exact, so they agree to the bit. A scatter is fast on a CPU and slow on a TPU, which likes whole passes.
+    found = jax.lax.platform_dependent(
+        pattern,
+        weights.astype(jnp.uint32),
+        jnp.asarray(rank, jnp.uint32),
+        cpu=functools.partial(by_histogram, across=across),
+        default=functools.partial(by_bisection, across=across),
+    )
     value = jax.lax.bitcast_convert_type(found, magnitudes.dtype)
     return jnp.where(rank > 0, value, jnp.zeros_like(value))
+
+
+def by_bisection(pattern: jax.Array, counts: jax.Array, rank: jax.Array, *, across: Across) -> jax.Array:
+    """The largest pattern with fewer than ``rank`` tokens below it, built from the top bit down.
+
+    One fused compare-and-sum and one all-reduce of a number for every bit but the sign.
+    """
+    top = jnp.iinfo(pattern.dtype).bits - 2
+
+    def step(i: jax.Array, prefix: jax.Array) -> jax.Array:
+        trial = prefix | (jnp.ones((), pattern.dtype) << (top - i).astype(pattern.dtype))
+        below = across(jnp.sum(jnp.where(pattern < trial, counts, 0), dtype=jnp.uint32))
+        return jnp.where(below < rank, trial, prefix)
+
+    return jax.lax.fori_loop(0, top + 1, step, jnp.zeros((), pattern.dtype))
+
+
+def by_histogram(pattern: jax.Array, counts: jax.Array, rank: jax.Array, *, across: Across) -> jax.Array:
+    """The same, a byte at a time: count the next digit of all patterns that share the prefix, and walk its histogram.
+
+    One scatter-add and one all-reduce of 256 numbers for every byte.
+    """
+    dtype = pattern.dtype
+    shift = jnp.iinfo(dtype).bits - 1
+    prefix, remaining = jnp.zeros((), dtype), rank
+    while shift > 0:
+        width = min(DIGIT_BITS, shift)
+        bins = 1 << width
+        above, shift = shift, shift - width
+        digit = ((pattern >> shift) & (bins - 1)).astype(jnp.int32)
+        # The sign bit is clear, so at the first digit everything shares the (empty) prefix.
+        digit = jnp.where((pattern >> above) == (prefix >> above), digit, bins)
+        histogram = across(jnp.zeros((bins,), jnp.uint32).at[digit].add(counts, mode="drop"))
+        cumulative = jnp.cumsum(histogram, dtype=jnp.uint32)
+        chosen = jnp.sum(cumulative < remaining, dtype=jnp.int32)
+        remaining = remaining - jnp.where(chosen > 0, cumulative[chosen - 1], 0)
+        prefix = prefix | (chosen.astype(dtype) << shift)
+    return prefix
