@@ -14,6 +14,13 @@ def divide(total: chex.Array, count: chex.Array) -> jax.Array:
     return jnp.where(count > 0, total / jnp.maximum(count, 1).astype(jnp.result_type(total)), 0)
 
 
+def masked_mean(x: chex.Array, mask: chex.Array) -> jax.Array:
+    """Mean of ``x`` over True entries of ``mask`` (same shape); 0 where there is none. float32 or wider."""
+    mask = jnp.asarray(mask).astype(bool)
+    x = jnp.where(mask, x, 0)
+    return divide(jnp.sum(x, dtype=jnp.promote_types(x.dtype, jnp.float32)), jnp.sum(mask, dtype=jnp.uint32))
+
+
 def row_sum(x: chex.Array, mask: chex.Array) -> jax.Array:
     """[B] sums of ``x`` over the active tokens of each row; [B, 1] stands for a number that a row's tokens share."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
