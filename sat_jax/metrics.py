@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -55,6 +56,16 @@ METRICS: dict[str, Metric] = {
     "train/clip_fraction": Metric("share", "active tokens whose surrogate gradient the clip interval cuts"),
     "train/d_bar": Metric("nats", "sampled mismatch: mean |log ratio| of active tokens, eq. (52)"),
     "train/kl_train_rollout": Metric("nats", "KL estimate between learner and rollout engine on the sampled tokens"),
+    "train/ratio_max": Metric("", "largest importance ratio of an active token"),
+    "train/keep_fraction": Metric("share", "active tokens that a masking rule (DPPO, IcePop, KPop, SeqClip) keeps"),
+    "train/weight_mean": Metric("", "mean detached weight (TIS, IcePop) of active tokens"),
+    "train/tokens": Metric("tokens", "active tokens of the batch, as the loss counts them"),
+    "train/valid_tokens": Metric(
+        "tokens", "tokens of the batch under the loss mask; 0 means that there was no step to take"
+    ),
+    "train/update_skipped": Metric(
+        "", "1 where the update was withheld: no active token, or a gradient that is not finite"
+    ),
     "sat/q": Metric("nats", "alpha-quantile of |log ratio| over the batch's active tokens, eq. (14)"),
     "sat/gate_rate": Metric("share", "active tokens with |log ratio| beyond q, eq. (16)"),
     "sat/eps_low_mean": Metric("", "mean lower clip radius after contraction"),
@@ -77,12 +88,17 @@ METRICS: dict[str, Metric] = {
     "rollout/response_len_mean": Metric("tokens", "mean response length"),
     "rollout/truncated_ratio": Metric("share", "responses ended by the token budget"),
     "rollout/zero_std_groups": Metric("groups", "groups of the batch whose rewards are all equal: no gradient"),
+    "rollout/unparsed_ratio": Metric("share", "responses in which the verifier found no answer"),
+    "rollout/ungraded": Metric("responses", "responses whose grading timed out, crashed or failed"),
     "rollout/tokens_per_s": Metric("tokens/s", "response tokens sampled per second of engine time"),
     "perf/step_time_s": Metric("s", "learner's own time for the step, waiting excluded"),
     "perf/tokens_per_s": Metric("tokens/s", "tokens trained on per second of step time"),
     "perf/rollout_wait_s": Metric("s", "time the learner waited for a batch"),
     "perf/train_wait_s": Metric("s", "time the rollout side waited for the learner"),
     "moe/router_agreement": Metric("share", "routed (token, layer) expert sets that the learner would have chosen too"),
+    "moe/load_max": Metric("", "load of the busiest expert over an even share; 1 is perfect balance"),
+    "moe/aux_loss": Metric("", "load-balancing loss of the router, before its coefficient"),
+    "moe/z_loss": Metric("", "router z-loss, before its coefficient"),
     "eval/avg@k": Metric("share", "mean accuracy over k samples of every held-out problem"),
     "eval/pass@k": Metric("share", "held-out problems solved by at least one of k samples, unbiased estimate"),
     "eval/response_len_mean": Metric("tokens", "mean response length in evaluation"),
@@ -118,7 +134,8 @@ def value_counts(values: np.ndarray | Iterable[float], decimals: int = 2) -> dic
         )
     # Adding zero turns -0.0 into 0.0, which would otherwise be a bin of its own.
     unique, counts = np.unique(np.round(array, decimals) + 0.0, return_counts=True)
-    return {f"{value:.{decimals}f}".rstrip("0").rstrip("."): int(n) for value, n in zip(unique, counts, strict=True)}
+    names = (np.format_float_positional(value, trim="-") for value in unique)
+    return {name: int(count) for name, count in zip(names, counts, strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,7 +386,13 @@ def _cut_back(run_dir: Path, names: Iterable[str], step: int, now: float) -> tup
 
 def _end_last_line(path: Path) -> None:
     """Give a last line that is complete but for its newline that newline: only the closing brace makes it JSON."""
-    last = path.read_bytes().rpartition(b"\n")[2] if path.exists() else b""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read() == b"\n":
+            return
+    last = path.read_bytes().rpartition(b"\n")[2]
     if last.endswith(b"}"):
         try:
             json.loads(last)

@@ -99,7 +99,7 @@ def read_run(path: Path, max_samples: int = 400) -> Run:
     notices: list[str] = []
     rows = list(_read_lines(path / METRICS_FILE, notices))
     steps, columns, histograms = _columns(rows)
-    notices += _nonfinite_notices(rows)
+    notices += _nonfinite_notices(rows) + _fault_notices(columns)
     evaluations = {row["step"]: row for row in _read_lines(path / EVALUATIONS_FILE, notices)}
     samples = _read_samples(path / SAMPLES_FILE, max_samples, notices)
     for resume in _read_lines(path / RESUMES_FILE, notices):
@@ -236,6 +236,14 @@ def _nonfinite_notices(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{key} was not finite at {len(steps)} step{'s' * (len(steps) != 1)}, first at step {steps[0]}"
         for key, steps in sorted(where.items())
     ]
+
+
+def _fault_notices(columns: Mapping[str, np.ndarray]) -> list[str]:
+    skipped = int(np.nansum(columns.get("train/update_skipped", 0)))
+    ungraded = int(np.nansum(columns.get("rollout/ungraded", 0)))
+    said = [f"the update was withheld at {skipped} step{'s' * (skipped != 1)}: no active token or no finite gradient"]
+    said += [f"{ungraded} response{'s' * (ungraded != 1)} could not be graded (timeout, crash or error of the reward)"]
+    return [notice for notice, count in zip(said, (skipped, ungraded), strict=True) if count]
 
 
 def _read_samples(path: Path, limit: int, notices: list[str]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A run folder as a real run leaves it, made up but plausible and the same every time: what the viewers are tested on."""
+"""A run folder as a real run leaves it, made up but plausible, the same every time: what viewers are tested on."""
 
 from __future__ import annotations
 
