@@ -1,0 +1,334 @@
+"""The in-process engine: continuous batching over a fixed number of slots, a few tokens per dispatch.
+
+A prompt is prefilled up to its last token, once for all members of a group that are admitted together; decoding starts
+by feeding that last token, so every sampled token, the first included, comes out of the one decode program.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sat_jax import model
+from sat_jax.rollout.engine import Request
+from sat_jax.rollout.local_programs import Decoded, EngineShape, programs_for
+from sat_jax.rollout.local_records import Records
+from sat_jax.types import FinishReason, Trajectory
+
+KVOnSwap = Literal["keep", "recompute"]
+
+PrefillRoutes = tuple[jax.Array, np.ndarray, np.ndarray, np.ndarray]
+"""Routes int16 [W, C, L, K] of one prefill dispatch, with slots, start and n_valid, each [W]."""
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that an engine needs: for the text of a response and for stop strings."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ``ids``."""
+
+
+class LocalEngine:
+    """Samples with a JAX model in this process.
+
+    Memory: a KV cache of ``cache_bytes`` and one copy of the weights on the device, a record of ``record_bytes`` on the
+    host; neither grows.
+
+    The same request gives the same tokens whatever else is in the batch: shapes are fixed, and no row of any program
+    looks at another one.
+
+    Args:
+        cfg: the model.
+        params: its weights; copied.
+        tokenizer: for texts and stop strings; without one, texts are empty.
+        version: the policy version of ``params``.
+        slots: responses decoded side by side.
+        max_len: longest prompt plus budget.
+        eos_ids: tokens that end a response; None: those of the model's configuration.
+        dtype: of weights and cache, ``float32`` or ``bfloat16``; log-probs are float32 in any case.
+        decode_steps: most tokens per dispatch; weights are swapped and slots refilled between two of them.
+        prefill_rows: prompts prefilled side by side.
+        prefill_chunks: widths of a prefill chunk.
+        kv_on_swap: what becomes of the keys and values of responses in flight when weights are swapped: kept, as if
+            nothing had happened, or recomputed with the new weights. Recorded experts stay those that produced the
+            recorded log-probs.
+        selection_noise: see ``EngineShape``; 0 in every honest run.
+        options: of the forward pass.
+
+    Raises:
+        ValueError: sizes below 1, a context longer than the model's.
+    """
+
+    def __init__(
+        self,
+        cfg: model.ModelConfig,
+        params: model.Params,
+        tokenizer: Decoder | None = None,
+        *,
+        version: int = 0,
+        slots: int = 64,
+        max_len: int = 512,
+        eos_ids: Sequence[int] | None = None,
+        dtype: str = "float32",
+        decode_steps: int = 8,
+        prefill_rows: int = 32,
+        prefill_chunks: Sequence[int] = (16, 128),
+        kv_on_swap: KVOnSwap = "keep",
+        selection_noise: float = 0.0,
+        options: model.ForwardOptions | None = None,
+    ) -> None:
+        for name, value in (("engine_slots", slots), ("max_len", max_len), ("decode_steps", decode_steps)):
+            if value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1")
+        self._shape = EngineShape(
+            cfg=cfg,
+            slots=slots,
+            max_len=max_len,
+            decode_steps=decode_steps,
+            prefill_rows=min(prefill_rows, slots),
+            prefill_chunks=tuple(sorted({min(c, max_len) for c in prefill_chunks})),
+            eos_ids=tuple(cfg.eos_token_id if eos_ids is None else eos_ids),
+            selection_noise=selection_noise if cfg.moe_layers else 0.0,
+            options=options or model.ForwardOptions(),
+        )
+        self._programs = programs_for(self._shape)
+        self._tokenizer, self._dtype, self._kv_on_swap = tokenizer, dtype, kv_on_swap
+        self._cache = model.init_cache(cfg, slots, max_len, dtype, self._shape.options.placement)
+        self._params, self._version = self._own(params), version
+        self._lock = threading.Lock()
+        self._pending: tuple[model.Params, int] | None = None
+        self._aborted: set[str] | None = set()  # None: all
+        self._busy = False
+        self._records = Records(self._shape)
+        self._new_routes: list[tuple[jax.Array, np.ndarray, np.ndarray, np.ndarray, dict[int, list[int]]]] = []
+
+    # ------------------------------------------------------------------ the protocol
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that the next token will be sampled with."""
+        with self._lock:
+            return self._version if self._pending is None else self._pending[1]
+
+    def update_weights(self, params: model.Params, version: int) -> None:
+        """See ``Engine``.
+
+        Raises:
+            ValueError: parameters of another structure or shape; the engine goes on with those it has.
+        """
+        layout = jax.tree.map(jnp.shape, self._params)
+        if jax.tree.map(jnp.shape, params) != layout:
+            raise ValueError(
+                "the new weights have another structure or other shapes than the engine's: same model only"
+            )
+        own = self._own(params)
+        with self._lock:
+            self._pending = own, version
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """See ``Engine``."""
+        with self._lock:
+            self._aborted = None if request_ids is None or self._aborted is None else self._aborted | set(request_ids)
+
+    def close(self) -> None:
+        """Frees weights and cache; the engine cannot be used afterwards."""
+        for leaf in jax.tree.leaves((self._cache, self._params)):
+            if not leaf.is_deleted():
+                leaf.delete()
+
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[Trajectory]:
+        """See ``Engine``. What has finished is handed out while the device is already at the next tokens.
+
+        Raises:
+            ValueError: an empty prompt; prompt and budget beyond ``max_len``; stop strings without a tokenizer.
+            RuntimeError: another ``generate`` is not finished.
+        """
+        if self._busy:
+            raise RuntimeError("generate() is running already: one thread drives an engine")
+        self._busy, source, more = True, iter(requests), True
+        with self._lock:
+            self._aborted = set()
+        try:
+            finished: list[Trajectory] = []
+            while True:
+                self._swap_weights()
+                more = more and self._admit(source)
+                decoded = self._launch() if self._records.active.any() else None
+                yield from finished
+                if decoded is None and not more:
+                    return
+                finished = [] if decoded is None else self._collect(decoded)
+        finally:
+            self._records.clear()
+            self._new_routes.clear()
+            self._busy = False
+
+    # ------------------------------------------------------------------ looking at it
+
+    @property
+    def compilations(self) -> dict[str, int]:
+        """How often each program has been compiled; shared by engines of the same shape."""
+        return dict(self._programs.compilations)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache."""
+        shape = self._shape
+        return model.cache_bytes(shape.cfg, shape.slots, shape.max_len, self._dtype)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of tokens, log-probs, versions and routes of the responses in flight, on the host."""
+        return self._records.nbytes
+
+    def warm_up(self) -> None:
+        """Compiles everything that a run can need; nothing is compiled afterwards."""
+        shape = self._shape
+        nothing = np.zeros(shape.prefill_rows, np.int32)
+        for width in shape.prefill_chunks:
+            tokens = np.zeros((shape.prefill_rows, width), np.int32)
+            self._cache, _ = self._programs.prefill(
+                self._params, self._cache, tokens, nothing, nothing, nothing, nothing.astype(np.uint32)
+            )
+        self._cache = self._programs.copy_slots(self._cache, np.arange(shape.slots, dtype=np.int32))
+        self._cache, _ = self._programs.decode(self._params, self._cache, self._records.state())
+
+    # ------------------------------------------------------------------ between two dispatches
+
+    def _own(self, params: model.Params) -> model.Params:
+        """A copy in the engine's dtype: the learner donates, and so deletes, what it publishes."""
+        return jax.tree.map(lambda x: jnp.array(x, self._dtype, copy=True), params)
+
+    def _swap_weights(self) -> None:
+        with self._lock:
+            if self._pending is None:
+                return
+            (self._params, self._version), self._pending = self._pending, None
+        if self._kv_on_swap == "recompute":
+            active = np.flatnonzero(self._records.active).tolist()
+            self._prefill([(slot, self._records.tokens[slot, : self._records.position[slot]]) for slot in active])
+
+    def _admit(self, source: Iterator[Request | None]) -> bool:
+        """Fills free slots; False once the source has ended."""
+        leaders: dict[bytes, int] = {}
+        siblings: dict[int, list[int]] = {}
+        more = True
+        for slot in self._records.free.tolist():
+            try:
+                request = next(source)
+            except StopIteration:
+                more = False
+                break
+            if request is None:
+                break
+            self._check(request)
+            self._records.assign(slot, request)
+            leader = leaders.setdefault(request.prompt.token_ids.tobytes(), slot)
+            siblings.setdefault(leader, []).extend([slot] if slot != leader else [])
+        prompts = [(slot, self._records.tokens[slot, : self._records.position[slot]]) for slot in siblings]
+        self._new_routes += [(*routes, siblings) for routes in self._prefill(prompts)]
+        if any(siblings.values()):
+            source_of = np.arange(self._shape.slots, dtype=np.int32)
+            for leader, others in siblings.items():
+                source_of[others] = leader
+            self._cache = self._programs.copy_slots(self._cache, source_of)
+        return more
+
+    def _check(self, request: Request) -> None:
+        n, budget, limit = len(request.prompt.token_ids), request.params.max_new_tokens, self._shape.max_len
+        if n < 1:
+            raise ValueError(f"request {request.request_id}: the prompt is empty; give it at least one token")
+        if n + budget > limit:
+            raise ValueError(
+                f"request {request.request_id}: {n} prompt tokens and a budget of {budget} exceed the engine's "
+                f"max_len = {limit}; shorten the prompt or the budget, or raise max_len"
+            )
+        if request.params.stop and self._tokenizer is None:
+            raise ValueError(f"request {request.request_id}: stop strings need an engine with a tokenizer")
+
+    def _prefill(self, prompts: Sequence[tuple[int, np.ndarray]]) -> list[PrefillRoutes]:
+        """Fills slots with the keys and values of token ids; returns the routes, still on the device."""
+        routes: list[PrefillRoutes] = []
+        W, narrowest = self._shape.prefill_rows, self._shape.prefill_chunks[0]
+        for first in range(0, len(prompts), W):
+            rows = prompts[first : first + W]
+            slots, seeds = np.zeros(W, np.int32), np.zeros(W, np.uint32)
+            slots[: len(rows)] = [slot for slot, _ in rows]
+            seeds[: len(rows)] = [zlib.crc32(ids.tobytes()) for _, ids in rows]
+            length, start = np.zeros(W, np.int32), np.zeros(W, np.int32)
+            length[: len(rows)] = [len(ids) for _, ids in rows]
+            for width in reversed(self._shape.prefill_chunks):
+                left = length - start
+                chunks = -(-left // width) if width == narrowest else left // width
+                for i in range(int(chunks.max(initial=0))):
+                    n_valid = np.where(i < chunks, np.minimum(length - start, width), 0).astype(np.int32)
+                    tokens = np.zeros((W, width), np.int32)
+                    for row, (_, ids) in enumerate(rows):
+                        tokens[row, : n_valid[row]] = ids[start[row] : start[row] + n_valid[row]]
+                    self._cache, made = self._programs.prefill(
+                        self._params, self._cache, tokens, start.copy(), n_valid, slots, seeds
+                    )
+                    if made is not None:
+                        routes.append((made, slots, start.copy(), n_valid))
+                    start += n_valid
+        return routes
+
+    def _launch(self) -> Decoded:
+        """Starts a decode dispatch; the device works while the host goes on."""
+        self._cache, decoded = self._programs.decode(self._params, self._cache, self._records.state())
+        return decoded
+
+    def _collect(self, decoded: Decoded) -> list[Trajectory]:
+        """Waits for a dispatch, takes its tokens over and hands out what has ended."""
+        records = self._records
+        for made, slots, start, n_valid, siblings in self._new_routes:
+            host = np.asarray(made)
+            for row in np.flatnonzero(n_valid).tolist():
+                slot = int(slots[row])
+                records.record_prefill(slot, int(start[row]), host[row, : n_valid[row]], siblings[slot])
+        self._new_routes.clear()
+        before = records.position.copy()
+        records.absorb(jax.device_get(decoded), self._version)
+        with self._lock:
+            aborted, self._aborted = self._aborted, set()
+        cut: dict[int, tuple[FinishReason, str]] = {}
+        for slot, request in enumerate(records.requests):
+            if request is None:
+                continue
+            if request.params.stop and (text := self._stop(slot, request, int(before[slot]))) is not None:
+                cut[slot] = "stop", text
+            elif records.active[slot] and (aborted is None or request.request_id in aborted):
+                records.active[slot] = False
+                cut[slot] = "abort", self._text(records.response(slot))
+        return [self._release(slot, cut.get(slot)) for slot in records.ended.tolist()]
+
+    def _release(self, slot: int, cut: tuple[FinishReason, str] | None) -> Trajectory:
+        if cut is not None:
+            return self._records.release(slot, *cut)
+        ids, request = self._records.response(slot), self._records.requests[slot]
+        assert request is not None, f"slot {slot} is free"
+        stopped = not request.params.ignore_eos and int(ids[-1]) in self._shape.eos_ids
+        return self._records.release(slot, "stop" if stopped else "length", self._text(ids))
+
+    def _stop(self, slot: int, request: Request, before: int) -> str | None:
+        """The text before a stop string, if the tokens after position ``before`` complete one; truncates there."""
+        ids = self._records.response(slot)
+        if not any(stop in self._text(ids) for stop in request.params.stop):
+            return None
+        seen = len(ids) - (int(self._records.position[slot]) - before)
+        for length in range(seen + 1, len(ids) + 1):
+            text = self._text(ids[:length])
+            found = [at for stop in request.params.stop if (at := text.find(stop)) >= 0]
+            if found:
+                self._records.truncate(slot, length)
+                return text[: min(found)]
+        return None
+
+    def _text(self, ids: np.ndarray) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode(ids)
