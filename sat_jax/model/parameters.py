@@ -153,27 +153,25 @@ def init_params(
 ) -> Params:
     """Fresh parameters: normal matrices, unit norms, zero biases.
 
-    Each array's stream is ``fold_in(key, crc32(name))``: adding a parameter changes no other, and the values do not
-    depend on the sharding.
+    Each array has a stream of its own, seeded with the key and the parameter's name: adding a parameter changes no other,
+    and the values depend neither on the sharding nor on the device. They are drawn on the host, one array at a time, for
+    compiling a random generator for every shape would take longer than making a small model.
 
     Args:
-        key: a PRNG key.
+        key: a concrete PRNG key.
         cfg: the model.
         dtype: of every array.
-        shardings: tree of ``jax.sharding.Sharding`` (``param_shardings``); each array is made where it will live.
+        shardings: tree of ``jax.sharding.Sharding`` (``param_shardings``). None: the default device.
     """
-    table = parameter_table(cfg, dtype)
+    seed = [int(word) for word in np.asarray(jax.random.key_data(key)).ravel()]
+    where = flatten(shardings) if shardings is not None else {}
 
-    def make(key: jax.Array) -> Params:
-        leaves = {}
-        for p in table:
-            if p.init == "normal":
-                stream = jax.random.fold_in(key, zlib.crc32(p.name.encode()) & 0x7FFFFFFF)
-                leaves[p.path] = (cfg.initializer_range * jax.random.normal(stream, p.shape, jnp.float32)).astype(
-                    p.dtype
-                )
-            else:
-                leaves[p.path] = jnp.full(p.shape, 1 if p.init == "ones" else 0, p.dtype)
-        return unflatten(leaves)
+    def make(p: Parameter) -> jax.Array:
+        if p.init == "normal":
+            stream = np.random.Generator(np.random.Philox([*seed, zlib.crc32(p.name.encode())]))
+            value = cfg.initializer_range * stream.standard_normal(p.shape, np.float32)
+        else:
+            value = np.full(p.shape, 1 if p.init == "ones" else 0, np.float32)
+        return jax.device_put(value.astype(p.dtype), where.get(p.path))
 
-    return jax.jit(make)(key) if shardings is None else jax.jit(make, out_shardings=shardings)(key)
+    return unflatten({p.path: make(p) for p in parameter_table(cfg, dtype)})
