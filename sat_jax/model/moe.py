@@ -135,6 +135,7 @@ def moe_mlp(
     recorded: jax.Array | None,
     implementation: MoEImplementation,
     placement: Placement | None,
+    selection_noise: jax.Array | None = None,
 ) -> tuple[jax.Array, RouterOutput]:
     """One mixture layer on ``x [B, T, D]``; the second result describes it alone (no ``L`` axis).
 
@@ -146,9 +147,13 @@ def moe_mlp(
         recorded: int32 ``[B, T, K]`` or None, see ``route``.
         implementation: see the module.
         placement: mesh and rules, or None for one device.
+        selection_noise: float32 ``[B, T, E]`` added to the logits that *choose* the experts; their weights come from
+            the unperturbed logits. For engines that are to route wrongly on purpose.
     """
     E, K = cfg.num_experts, cfg.num_experts_per_tok
     logits = jnp.einsum("btd,de->bte", x, p["router"], preferred_element_type=jnp.float32)
+    if selection_noise is not None:
+        _, recorded = jax.lax.top_k(logits + selection_noise, K)
     indices, weights, has_record, agrees = route(logits, K, cfg.norm_topk_prob, recorded)
     counted = valid.astype(jnp.float32)
     chosen = jnp.sum(indices[..., None] == jnp.arange(E), axis=-2, dtype=jnp.float32)

@@ -185,6 +185,7 @@ def extend(
     n_valid: jax.Array,
     slots: jax.Array | None = None,
     options: ForwardOptions = DEFAULT_OPTIONS,
+    selection_noise: jax.Array | None = None,
 ) -> ExtendOutput:
     """Feeds each slot up to C further tokens: C = 1 is a decode step, C > 1 a prefill chunk.
 
@@ -202,6 +203,7 @@ def extend(
         slots: int32 ``[R]``, the distinct slots that the rows belong to (rows with ``n_valid`` 0 may repeat one). None:
             row ``r`` is slot ``r``, and R = S.
         options: how to compute.
+        selection_noise: float32 ``[R, C, L, E]`` added to the router logits that choose experts, see ``moe_mlp``.
     """
     C, M = tokens.shape[1], cache.max_len
     offset = jnp.arange(C)
@@ -217,9 +219,11 @@ def extend(
     for run, run_keys, run_values in zip(cfg.runs, cache.keys, cache.values, strict=True):
 
         def body(
-            carry: tuple[jax.Array, jax.Array, jax.Array], inputs: tuple[Params, jax.Array], run: LayerRun = run
+            carry: tuple[jax.Array, jax.Array, jax.Array],
+            inputs: tuple[Params, jax.Array, jax.Array | None],
+            run: LayerRun = run,
         ) -> Any:
-            (x, keys, values), (p, layer) = carry, inputs
+            (x, keys, values), (p, layer, noise) = carry, inputs
 
             def attention(p: Params, h: jax.Array) -> jax.Array:
                 nonlocal keys, values
@@ -230,12 +234,16 @@ def extend(
                 past_k, past_v = keys[mine].astype(q.dtype), values[mine].astype(q.dtype)
                 return layers.project_out(p, cfg, layers.attend(q, past_k, past_v, visible))
 
-            x, router = _layer(p, cfg, run, x, valid, None, options, attention)
+            x, router = _layer(p, cfg, run, x, valid, None, options, attention, noise)
             return (x, keys, values), None if router is None else router.indices
 
         state = (x, run_keys, run_values)
         (x, run_keys, run_values), indices = _run_layers(
-            body, state, (params[run.name], jnp.arange(run.length)), run.length, options
+            body,
+            state,
+            (params[run.name], jnp.arange(run.length), _routes_of(run, selection_noise)),
+            run.length,
+            options,
         )
         keys.append(run_keys)
         values.append(run_values)
@@ -262,6 +270,7 @@ def _layer(
     recorded: jax.Array | None,
     options: ForwardOptions,
     attention: Callable[[Params, jax.Array], jax.Array],
+    selection_noise: jax.Array | None = None,
 ) -> tuple[jax.Array, RouterOutput | None]:
     """One pre-norm layer; ``attention`` is the only thing in which training and decoding differ."""
     p = jax.tree.map(lambda leaf: leaf.astype(x.dtype), p)
@@ -269,7 +278,7 @@ def _layer(
     h = layers.rms_norm(x, p["mlp_norm"], cfg.rms_norm_eps)
     router = None
     if run.moe:
-        y, router = moe_mlp(p["mlp"], cfg, h, valid, recorded, options.moe, options.placement)
+        y, router = moe_mlp(p["mlp"], cfg, h, valid, recorded, options.moe, options.placement, selection_noise)
     else:
         y = layers.dense_mlp(p["mlp"], cfg, h)
     return constrain(x + y, _HIDDEN, options.placement), router
@@ -300,6 +309,7 @@ def _count_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def _routes_of(run: LayerRun, routed_experts: jax.Array | None) -> jax.Array | None:
+    """``[B, T, L, ...]`` -> this run's layers, layer axis first."""
     if routed_experts is None or not run.moe:
         return None
     return jnp.moveaxis(routed_experts[:, :, run.first_moe : run.first_moe + run.length], 2, 0)
