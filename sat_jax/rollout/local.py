@@ -28,7 +28,11 @@ PrefillRoutes = tuple[jax.Array, np.ndarray, np.ndarray, np.ndarray]
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that an engine needs: for the text of a response and for stop strings."""
+    """The part of a tokenizer that an engine needs: for the text of a response, stop strings and end-of-sequence."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ``ids``."""
@@ -48,9 +52,10 @@ class LocalEngine:
         params: its weights; copied.
         tokenizer: for texts and stop strings; without one, texts are empty.
         version: the policy version of ``params``.
-        slots: responses decoded side by side.
+        n_slots: responses decoded side by side.
         max_len: longest prompt plus budget.
-        eos_ids: tokens that end a response; None: those of the model's configuration.
+        eos_ids: tokens that end a response; None: the tokenizer's or, where it names none, those of the model's
+            configuration.
         dtype: of weights and cache, ``float32`` or ``bfloat16``; log-probs are float32 in any case.
         decode_steps: most tokens per dispatch; weights are swapped and slots refilled between two of them.
         prefill_rows: prompts prefilled side by side.
@@ -72,7 +77,7 @@ class LocalEngine:
         tokenizer: Decoder | None = None,
         *,
         version: int = 0,
-        slots: int = 64,
+        n_slots: int = 64,
         max_len: int = 512,
         eos_ids: Sequence[int] | None = None,
         dtype: str = "float32",
@@ -83,23 +88,24 @@ class LocalEngine:
         selection_noise: float = 0.0,
         options: model.ForwardOptions | None = None,
     ) -> None:
-        for name, value in (("engine_slots", slots), ("max_len", max_len), ("decode_steps", decode_steps)):
+        for name, value in (("n_slots", n_slots), ("max_len", max_len), ("decode_steps", decode_steps)):
             if value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
+        declared = (tokenizer.eos_ids if tokenizer is not None else ()) or cfg.eos_token_id
         self._shape = EngineShape(
             cfg=cfg,
-            slots=slots,
+            slots=n_slots,
             max_len=max_len,
             decode_steps=decode_steps,
-            prefill_rows=min(prefill_rows, slots),
+            prefill_rows=min(prefill_rows, n_slots),
             prefill_chunks=tuple(sorted({min(c, max_len) for c in prefill_chunks})),
-            eos_ids=tuple(cfg.eos_token_id if eos_ids is None else eos_ids),
+            eos_ids=tuple(declared if eos_ids is None else eos_ids),
             selection_noise=selection_noise if cfg.moe_layers else 0.0,
             options=options or model.ForwardOptions(),
         )
         self._programs = programs_for(self._shape)
         self._tokenizer, self._dtype, self._kv_on_swap = tokenizer, dtype, kv_on_swap
-        self._cache = model.init_cache(cfg, slots, max_len, dtype, self._shape.options.placement)
+        self._cache = model.init_cache(cfg, n_slots, max_len, dtype, self._shape.options.placement)
         self._params, self._version = self._own(params), version
         self._lock = threading.Lock()
         self._pending: tuple[model.Params, int] | None = None
