@@ -15,10 +15,13 @@ from types import ModuleType
 from typing import Literal
 
 from sat_jax import losses
+from sat_jax.data.prompts import PromptOptions
 from sat_jax.losses import LossConfig
+from sat_jax.losses.advantages import AdvantageKind
 from sat_jax.model import ModelConfig
 from sat_jax.records import nearest
 from sat_jax.rollout.engine import SamplingParams
+from sat_jax.rollout.schedule import Schedule, batchwise, fixed_delay, free_running, synchronous
 
 
 @dataclass(frozen=True)
@@ -31,33 +34,21 @@ class PolicyConfig:
     init: ModelConfig | None = None
     """Shape of a policy that starts from random weights; ignored when ``path`` is given."""
     tokenizer: str = ""
-    """Tokenizer folder, or ``toy:mix6``. Empty: the policy's own folder."""
+    """Tokenizer folder, or ``toy`` for that of the sorting task. Empty: the policy's own folder."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Matmul type of the learner. Master weights, logits and everything after them are float32."""
-    remat: bool = False
-    """Recompute each layer's activations in the backward pass: less memory, about a third more time."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """What a layer keeps for the backward pass: everything, matmul outputs, or only its input (least memory)."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where prompts come from."""
 
-    source: str = "toy:mix6"
-    """``toy:mix6``, a JSONL or Parquet file, ``tfds:NAME/SPLIT`` or ``reasoning_gym:TASK``."""
-    prompt_key: str = ""
-    """Column of the prompt; empty: recognised from the schema."""
-    answer_key: str = ""
-    """Column of the reference answer; empty: recognised from the schema."""
-    system_prompt: str = ""
-    """Put before every prompt, through the chat template."""
-    max_prompt_tokens: int = 1024
-    """Longest prompt, in tokens."""
-    overlong: Literal["error", "filter"] = "error"
-    """What a longer prompt means: an error that names it, or a counted removal."""
-    drop_duplicates: bool = False
-    """Drop exact duplicates; they are counted and shown either way."""
-    heldout: int = 64
-    """Problems set apart for evaluation: by problem, never by sample."""
+    source: str = ""
+    """A ``.jsonl`` or ``.parquet`` file, ``tfds:NAME/SPLIT``, ``reasoning_gym:TASK`` or ``toy:sort6/train``."""
+    prompts: PromptOptions = field(default_factory=lambda: PromptOptions(max_prompt_len=1024))
+    """Columns, chat template, length limit, duplicates."""
     shuffle: bool = True
     """Shuffle every epoch by the run's seed."""
 
@@ -83,6 +74,9 @@ class RolloutConfig:
     """Bound on a group's oldest token, in versions. Older groups are handled by ``stale_policy``, and counted."""
     stale_policy: Literal["drop", "requeue"] = "drop"
     """A group beyond the bound is dropped, or its prompt is issued again."""
+    overlap: bool = False
+    """Engine and learner compute at the same time. Right where they have devices of their own; on shared cores they
+    only slow each other down. In scheduled regimes it changes no result."""
     queue_groups: int = 0
     """Capacity of the rollout queue in groups; 0: what the regime needs."""
     engine_slots: int = 256
@@ -125,14 +119,14 @@ class LearnerConfig:
     """R3 (40): the learner's mixture of experts uses the expert sets recorded at rollout. Ignored for dense
     policies."""
     log_delta: bool = False
-    """Also run the proximal pass and report ``async/delta_pi`` and ``async/delta_impl``, the two halves of d (2)."""
+    """Also recompute each batch under the weights that sampled it, and report ``async/delta_pi`` and
+    ``async/delta_impl``, the two halves of d (2). Keeps up to ``max_staleness + 1`` versions of the weights."""
     router_aux_loss_coef: float = 0.0
-    """Load-balancing loss; the paper uses none."""
+    """Weight of the load-balancing loss; the paper uses none."""
+    router_z_loss_coef: float = 0.0
+    """Weight of the router z-loss."""
     head_chunk: int = 1024
     """Token positions per chunk of the vocabulary head."""
-    sequence_bucket: int = 0
-    """Rows are padded to a multiple of this many tokens, so that few shapes are compiled; 0: always the longest
-    possible."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +143,14 @@ class WarmStartConfig:
 class EvaluationConfig:
     """avg@k and pass@k on held-out problems."""
 
+    source: str = ""
+    """Like ``data.source``. Empty: ``problems`` of the training source are set apart, by problem, never by sample."""
+    problems: int = 64
+    """Held-out problems."""
     k: int = 8
+    """Samples per problem."""
     interval: int = 25
     """Learner steps between evaluations; 0: only before and after."""
-    problems: int = 0
-    """Held-out problems to use; 0: all of them."""
     temperature: float = 1.0
     top_p: float = 1.0
 
@@ -166,8 +163,10 @@ class RewardConfig:
     """``module:function``; sat_jax's signature or verl's ``compute_score``."""
     workers: int = 0
     """Worker processes that can be killed; 0: in the rollout thread, for trusted and cheap functions."""
-    timeout_s: float = 5.0
+    timeout_s: float = 10.0
     """Limit for one grading, counted from when it starts; beyond it the reward is 0 and the verdict ``timeout``."""
+    memory_mb: int = 4096
+    """Address space of one worker."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +183,8 @@ class ExperimentConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    advantage: Literal["group_mean_std", "group_mean", "leave_one_out"] = "group_mean_std"
-    """Baseline of the group: mean and standard deviation, mean only, or the mean of the others."""
+    advantage: AdvantageKind = "group_std_unbiased"
+    """Baseline and scale of a group; see ``losses.group_advantages``."""
     loss: LossConfig = field(default_factory=lambda: losses.method("sat-gspo"))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -214,7 +213,7 @@ def check(config: ExperimentConfig) -> None:
         ("learner.micro_batches", learner.micro_batches),
         ("sampling.max_new_tokens", config.sampling.max_new_tokens),
         ("evaluation.k", config.evaluation.k),
-        ("data.heldout", config.data.heldout),
+        ("evaluation.problems", config.evaluation.problems),
     ):
         if value < 1:
             raise ValueError(f"{name} = {value}: must be at least 1")
@@ -229,20 +228,21 @@ def check(config: ExperimentConfig) -> None:
             raise ValueError(f"{name} = {value}: must not be negative")
     if rollout.n_samples_per_prompt == 1:
         raise ValueError(
-            f"rollout.n_samples_per_prompt = 1 with advantage = '{config.advantage}': a group of one has no baseline of "
-            "its own, every advantage would be 0; use at least 2 samples per prompt"
+            f"rollout.n_samples_per_prompt = 1 with advantage = '{config.advantage}': a group of one has no baseline "
+            "of its own, every advantage would be 0; use at least 2 samples per prompt"
         )
+    schedule(rollout).check(rollout.max_staleness, rollout.prompts_per_step, rollout.queue_groups or None)
     rows = rollout.prompts_per_step * rollout.n_samples_per_prompt
     if rows % learner.micro_batches:
         raise ValueError(
             f"learner.micro_batches = {learner.micro_batches} does not divide the {rows} rows of a batch "
             f"({rollout.prompts_per_step} prompts x {rollout.n_samples_per_prompt} samples): choose a divisor"
         )
-    if config.sampling.top_p < 1.0 or config.sampling.top_k > 0 or config.sampling.min_p > 0.0:
+    if config.sampling.truncates:
         raise ValueError(
-            f"sampling.top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}, min_p = "
-            f"{config.sampling.min_p}: a truncated sampling support is not replayed by the learner, so every ratio would be "
-            "off by the lost mass; train with top_p 1, top_k 0, min_p 0 (evaluation may truncate)"
+            f"sampling: top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}, min_p = "
+            f"{config.sampling.min_p}: a truncated support is not replayed by the learner, so every ratio would be off "
+            "by the lost mass; train with top_p 1, top_k 0, min_p 0 (evaluation may truncate)"
         )
     if config.sampling.temperature <= 0:
         raise ValueError(
@@ -251,6 +251,17 @@ def check(config: ExperimentConfig) -> None:
         )
     if config.optimizer.lr < 0:
         raise ValueError(f"optimizer.lr = {config.optimizer.lr}: must not be negative")
+
+
+def schedule(rollout: RolloutConfig) -> Schedule:
+    """The regime as arithmetic: which policy version samples the batch of which learner step."""
+    if rollout.regime == "sync":
+        return synchronous()
+    if rollout.regime == "fixed_delay":
+        return fixed_delay(rollout.fixed_delay)
+    if rollout.regime == "interval":
+        return batchwise(rollout.update_weights_interval)
+    return free_running(rollout.update_weights_interval)
 
 
 def configs_folder() -> Path:

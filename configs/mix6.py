@@ -1,0 +1,58 @@
+"""The embedded default: a small Qwen3-MoE policy that half-knows how to sort six digits, and learns the rest.
+
+Sizes and learning rates suit two CPU cores. Every function is one run; a variant is the base with something replaced.
+"""
+
+from dataclasses import replace
+
+from sat_jax import losses
+from sat_jax.config import (
+    DataConfig,
+    EvaluationConfig,
+    ExperimentConfig,
+    LearnerConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    WarmStartConfig,
+)
+from sat_jax.model import ModelConfig
+from sat_jax.rollout.engine import SamplingParams
+
+POLICY = ModelConfig(
+    model_type="qwen3_moe",
+    vocab_size=16,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=32,
+    moe_intermediate_size=32,
+    num_experts=8,
+    num_experts_per_tok=2,
+    max_position_embeddings=64,
+    initializer_range=0.1,
+)
+
+
+def mix6() -> ExperimentConfig:
+    """SAT-GSPO with routing replay at a fixed lag of 8 policy versions."""
+    return _mix6("sat-gspo-r3")
+
+
+def _mix6(method: str) -> ExperimentConfig:
+    return ExperimentConfig(
+        name="mix6" if method == "sat-gspo-r3" else f"mix6-{method}",
+        steps=200,
+        policy=PolicyConfig(init=POLICY, tokenizer="toy"),
+        data=DataConfig(source="toy:sort6/train?size=8192"),
+        reward=RewardConfig(function="sat_jax.rewards.toy:exact_match"),
+        sampling=SamplingParams(max_new_tokens=8),
+        rollout=RolloutConfig(prompts_per_step=32, n_samples_per_prompt=8, regime="fixed_delay", fixed_delay=8),
+        loss=replace(losses.method(method), kl_loss_coef=1e-3),
+        optimizer=OptimizerConfig(lr=6e-4),
+        learner=LearnerConfig(routing_replay=losses.method_uses_replay(method)),
+        warm_start=WarmStartConfig(steps=500, batch_size=128, lr=2e-3),
+        evaluation=EvaluationConfig(source="toy:sort6/test?size=128", problems=128, k=8, interval=25),
+    )

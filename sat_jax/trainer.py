@@ -1,0 +1,479 @@
+"""The shell: owns the threads, the clock, the files and the counters of one run. Everything it calls is a smaller part.
+
+The loop is ``take -> batch -> step -> settle -> evaluate -> checkpoint -> publish``. ``settle`` waits until the engine
+has generated everything that older weights have to sample: a checkpoint taken then repeats exactly, and on one machine
+the two computations do not slow each other down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sat_jax import __version__, learner, setup
+from sat_jax.checkpoint import Checkpoints, restore_params, save_params
+from sat_jax.config import ExperimentConfig, WarmStartConfig, schedule
+from sat_jax.data.batching import make_batch, make_sft_batch, width_buckets
+from sat_jax.data.pipeline import PromptStream
+from sat_jax.display import Display
+from sat_jax.evaluation import Evaluation, evaluate
+from sat_jax.host_metrics import rollout_metrics, sample_records, shown
+from sat_jax.learner import LearnerSpec
+from sat_jax.metrics import MetricsWriter
+from sat_jax.records import to_dict
+from sat_jax.report import write_report
+from sat_jax.rollout.engine import Engine, SamplingParams
+from sat_jax.rollout.ledger import Ledger, read_ledger
+from sat_jax.rollout.queue import GroupQueue, QueueStopped
+from sat_jax.rollout.weights import copy_params
+from sat_jax.rollout.worker import RolloutWorker
+from sat_jax.run_folder import read_run
+from sat_jax.types import Batch, Group, Prompt, TrainState, Trajectory
+
+CONFIG_FILE, LEDGER_FILE = "config.json", "ledger.jsonl"
+INTERRUPTED = 130
+"""Exit status of a run that was asked to stop; it can be resumed."""
+
+
+class Trainer:
+    """One run in one folder.
+
+    Args:
+        config: what to run; checked.
+        run_dir: the run folder; created by ``run``.
+        resume: continue from the folder's newest checkpoint.
+    """
+
+    def __init__(self, config: ExperimentConfig, run_dir: Path, *, resume: bool = False) -> None:
+        self.config, self.run_dir, self._resume = config, run_dir, resume
+
+    def run(self) -> int:
+        """Trains to ``config.steps``; returns the exit status: 0, or 130 where the run was interrupted.
+
+        Raises:
+            ValueError, FileNotFoundError: input that cannot work, found before training starts.
+            FloatingPointError: a gradient that is not finite; the last good state has been checkpointed.
+        """
+        fresh = not self.run_dir.exists()
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            policy = setup.build_policy(self.config, self.run_dir)
+            problems = setup.build_problems(self.config, policy.tokenizer)
+            context = setup.context_length(self.config, policy.config, problems.longest_prompt)
+            spec = setup.build_learner(self.config, policy.config)
+            if self.config.warm_start is not None and problems.task is None:
+                raise ValueError(
+                    f"warm_start needs demonstrations and {self.config.data.source} has none: set warm_start to None"
+                )
+        except (ValueError, OSError):
+            if fresh:
+                _remove_empty(self.run_dir)
+            raise
+        _write_config(self.run_dir, self.config)
+        with ExitStack() as stack:
+            checkpoints = Checkpoints(self.run_dir / "checkpoints")
+            stack.callback(checkpoints.close)
+            start = checkpoints.latest_step() if self._resume else None
+            resume_step = (start or 0) if self._resume else None
+            writer = stack.enter_context(MetricsWriter(self.run_dir, resume_step=resume_step))
+            display = stack.enter_context(
+                Display(self.config.steps, name=f"{self.config.name}  {self.run_dir}", start_step=start or 0)
+            )
+            stop = stack.enter_context(_stop_on_signal())
+            run = _Run(self.config, self.run_dir, policy, problems, spec, context, checkpoints, writer, display, stop)
+            finished = run.go(start, self._resume)
+            final = run.version
+        if not finished:
+            resume = f"sat-jax train --resume --out {self.run_dir}"
+            print(f"\nstopped at step {final} of {self.config.steps}; continue with\n  {resume}")
+            return INTERRUPTED
+        write_report([self.run_dir], self.run_dir / "report.html")
+        display.summary(read_run(self.run_dir))
+        print(f"report: {self.run_dir / 'report.html'}")
+        return 0
+
+
+class _StopRequest:
+    """Set by Ctrl-C or SIGTERM. Whoever waits for something that may never come registers how to wake it up."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.wake: Callable[[], None] = lambda: None
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:  # the second one means it
+            raise KeyboardInterrupt
+        self.requested = True
+        self.wake()
+
+
+class _Run:
+    """The parts of a run that is under way."""
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        run_dir: Path,
+        policy: setup.Policy,
+        problems: setup.Problems,
+        spec: LearnerSpec,
+        context: int,
+        checkpoints: Checkpoints,
+        writer: MetricsWriter,
+        display: Display,
+        stop: _StopRequest,
+    ) -> None:
+        self.config, self.run_dir, self.policy, self.problems, self.spec = config, run_dir, policy, problems, spec
+        self.context, self.checkpoints, self.writer, self.display, self.stop = (
+            context,
+            checkpoints,
+            writer,
+            display,
+            stop,
+        )
+        self.version = 0
+        self.widths = width_buckets(context)
+        self.routes = setup.recorded_routes(policy.config)
+        self.train_step = jax.jit(partial(learner.train_step, spec), donate_argnums=0)
+        # Passes under other weights than the learner's route natively: the replayed sets belong to the policy in
+        # training.
+        native = dataclasses.replace(spec, routing_replay=False)
+        self.score_native = jax.jit(partial(learner.score, native))
+        self.score_replayed = jax.jit(partial(learner.score, dataclasses.replace(spec, micro_batches=1)))
+        self.score_sampler = jax.jit(partial(learner.score, spec))
+        self.reference: Any = None
+        self.sampler_weights: dict[int, Any] = {}
+        self.wants_sampler = config.learner.log_delta or "rollout_policy_log_probs" in config.loss.needs()
+
+    # ------------------------------------------------------------------ the run
+
+    def go(self, start: int | None, resume: bool) -> bool:
+        """From warm start, or from the checkpoint of step ``start``, to the end; False where it was asked to stop."""
+        state = learner.init_state(self.spec, self.policy.params)
+        host: dict[str, Any] | None = None
+        kept: list[Group] = []
+        if start is None:
+            if resume:
+                self.display.message("no checkpoint yet: starting over")
+            trained = self._warm_start(state.params)
+            if trained is None:
+                return False
+            state = learner.init_state(self.spec, trained)
+        else:
+            state, host, kept = self.checkpoints.restore(start, state)
+        self.version = int(state.step)
+        if self.config.loss.kl_loss_coef > 0:
+            self._set_reference(state.params, fresh=start is None)
+        for truncation in self.writer.truncations:
+            self.display.message(f"resumed at step {self.version}: set aside {truncation}")
+
+        with ExitStack() as stack:
+            grader = stack.enter_context(setup.build_grader(self.config))
+            grade = setup.graded_with_advantages(self.config, grader)
+            evaluator = setup.build_engine(self.config, self.policy, state.params, self.version, self.context)
+            stack.callback(evaluator.close)
+            if start is None and not self._evaluate(evaluator, grader, state):
+                return False
+            engine = setup.build_engine(self.config, self.policy, state.params, self.version, self.context)
+            stack.callback(engine.close)
+            queue, worker = self._rollout_side(engine, grade, host, kept)
+            stack.callback(queue.close)
+            stack.callback(worker.stop)
+            self._keep_sampler_weights(state.params)
+            worker.start()
+            return self._loop(state, queue, worker, evaluator, grader)
+
+    def _loop(
+        self, state: TrainState, queue: GroupQueue, worker: RolloutWorker, evaluator: Engine, grader: setup.Grader
+    ) -> bool:
+        config, n = self.config, self.config.rollout.prompts_per_step
+        clock = worker.clock()
+        while self.version < config.steps and not self.stop.requested:
+            began = time.perf_counter()
+            self.stop.wake = queue.stop  # only here: elsewhere a stop waits for the end of the step
+            try:
+                groups = queue.take(n, self.version)
+            except QueueStopped:
+                break
+            finally:
+                self.stop.wake = lambda: None
+            if not groups:
+                self.display.message(f"the prompts ran out at step {self.version}")
+                break
+            waited = time.perf_counter() - began
+            batch, sample_log_probs = self._batch(groups, state.params)
+            state, device_metrics = self.train_step(state, batch)
+            metrics = {key: float(value) for key, value in jax.device_get(device_metrics).items()}
+            took = time.perf_counter() - began - waited
+            before, self.version = self.version, self.version + 1
+            queue.trained(groups, self.version)
+            metrics |= self._delta_metrics(batch) | rollout_metrics(groups, before)
+            now = worker.clock()
+            metrics |= self._clock_metrics(batch, queue, waited, took, {k: now[k] - clock[k] for k in now})
+            clock = now
+            self.writer.log(self.version, metrics)
+            self.writer.log_samples(self.version, sample_records(groups, sample_log_probs, self.policy.tokenizer))
+            self.display.step(self.version, metrics)
+            if not np.isfinite(metrics["train/grad_norm"]):
+                self._checkpoint(state, queue)
+                raise FloatingPointError(
+                    f"the gradient of step {self.version} is not finite; the update was withheld and the state saved. "
+                    "Look at samples.jsonl and metrics.jsonl of that step before resuming"
+                )
+            last = self.version == config.steps or self.stop.requested
+            evaluation_due = bool(config.evaluation.interval) and self.version % config.evaluation.interval == 0
+            checkpoint_due = bool(config.checkpoint_interval) and self.version % config.checkpoint_interval == 0
+            if last or evaluation_due or checkpoint_due or not config.rollout.overlap:
+                worker.settle(self.version)
+            if not self.stop.requested and (evaluation_due or self.version == config.steps):
+                self._evaluate(evaluator, grader, state)
+            if checkpoint_due or last or self.stop.requested:
+                self._checkpoint(state, queue)
+            if not last:
+                self._keep_sampler_weights(state.params)
+                worker.publish(state.params, self.version)
+        if self.stop.requested:
+            self._checkpoint(state, queue)
+        return self.version >= config.steps
+
+    # ------------------------------------------------------------------ before the loop
+
+    def _warm_start(self, params: Any) -> Any | None:
+        """Parameters after supervised learning on demonstrations; None where the run was asked to stop."""
+        warm, task = self.config.warm_start, self.problems.task
+        if warm is None or task is None:
+            return params
+        spec = _supervised_spec(self.spec, warm)
+        step = jax.jit(partial(learner.supervised_step, spec), donate_argnums=0)
+        state = learner.init_state(spec, copy_params(params))
+        for i in range(warm.steps):
+            if self.stop.requested:
+                return None
+            prompts, targets = setup.demonstrations(task, self.config.seed, i, warm.batch_size)
+            state, metrics = step(state, make_sft_batch(prompts, targets, widths=self.widths))
+            if i % 20 == 0 or i == warm.steps - 1:
+                self.display.phase(f"warm start, step {i + 1} of {warm.steps}, loss {float(metrics['sft/loss']):.3f}")
+        return state.params
+
+    def _set_reference(self, params: Any, fresh: bool) -> None:
+        """The frozen reference policy: the weights that RL starts from, kept on disk for a resumed run."""
+        folder = self.run_dir / "reference"
+        if fresh:
+            self.reference = copy_params(params)
+            save_params(folder, self.reference)
+        else:
+            self.reference = restore_params(folder, params)
+
+    def _rollout_side(
+        self,
+        engine: Engine,
+        grade: Callable[[Sequence[Group]], list[Group]],
+        host: dict[str, Any] | None,
+        kept: Sequence[Group],
+    ) -> tuple[GroupQueue, RolloutWorker]:
+        config, rollout = self.config, self.config.rollout
+        ledger_path = self.run_dir / LEDGER_FILE
+        history = read_ledger(ledger_path) if ledger_path.exists() else []
+        queue = GroupQueue(
+            rollout.prompts_per_step,
+            rollout.max_staleness,
+            on_stale=rollout.stale_policy,
+            max_groups=rollout.queue_groups or None,
+            group_timeout=rollout.group_timeout_s,
+            ledger=Ledger(ledger_path),
+            version=self.version,
+        )
+        stream = PromptStream(self.problems.train, config.seed, shuffle=config.data.shuffle)
+        if host is not None:
+            stream.set_state(host["stream"] | {"position": host["queue"]["cursor"]})
+            queue.restore(host["queue"], kept, stream.at, history)
+        self.stream = stream
+        worker = RolloutWorker(
+            engine,
+            queue,
+            stream,
+            grade,
+            group_size=rollout.n_samples_per_prompt,
+            params=config.sampling,
+            schedule=dataclasses.replace(schedule(rollout), start=self.version),
+            seed=config.seed,
+        )
+        return queue, worker
+
+    # ------------------------------------------------------------------ inside the loop
+
+    def _batch(self, groups: Sequence[Group], params: Any) -> tuple[Batch, list[np.ndarray]]:
+        """The learner's batch of ``groups``, and the learner's log-probs of the responses that are shown."""
+        rows = self.config.rollout.prompts_per_step * self.config.rollout.n_samples_per_prompt
+        batch = make_batch(
+            groups, widths=self.widths, rows=rows, routes=self.routes, pad_id=self.policy.tokenizer.pad_id
+        )
+        updates: dict[str, Any] = {}
+        if self.reference is not None:
+            updates["reference_log_probs"] = self.score_native(self.reference, batch).log_probs
+        if self.wants_sampler:
+            updates["rollout_policy_log_probs"] = self._sampler_log_probs(batch)
+        if self.config.learner.log_delta or "proximal_log_probs" in self.config.loss.needs():
+            updates["proximal_log_probs"] = self.score_sampler(params, batch).log_probs
+        log_probs = self._shown_log_probs(groups, batch, params)
+        return batch.replace(**updates), log_probs  # type: ignore[attr-defined]  # flax.struct adds replace at run time
+
+    def _shown_log_probs(self, groups: Sequence[Group], batch: Batch, params: Any) -> list[np.ndarray]:
+        """Learner log-probs over the response tokens of the first ``samples_per_step`` groups' shown members."""
+        count = min(self.config.samples_per_step, len(groups))
+        if not count:
+            return []
+        G = self.config.rollout.n_samples_per_prompt
+        rows = np.arange(count) * G
+        part = jax.tree.map(lambda x: x[rows], batch)
+        scores = np.asarray(self.score_replayed(params, part).log_probs)
+        return [
+            scores[i, len(t.prompt_ids) : len(t.prompt_ids) + len(t.response_ids)]
+            for i, t in enumerate(shown(group) for group in groups[:count])
+        ]
+
+    def _keep_sampler_weights(self, params: Any) -> None:
+        """Weights of versions that batches in the queue may still have been sampled with, where the loss asks for
+        them."""
+        if not self.wants_sampler:
+            return
+        oldest = self.version - self.config.rollout.max_staleness
+        self.sampler_weights = {v: p for v, p in self.sampler_weights.items() if v >= oldest}
+        self.sampler_weights[self.version] = copy_params(params)
+
+    def _sampler_log_probs(self, batch: Batch) -> jax.Array:
+        """The learner's recomputation at the weights that sampled each token (``rollout_policy_log_probs``)."""
+        versions, mask = np.asarray(batch.policy_versions), np.asarray(batch.loss_mask)
+        total = jnp.zeros(versions.shape, jnp.float32)
+        for version in np.unique(versions[mask]).tolist():
+            scores = self.score_sampler(self.sampler_weights[version], batch).log_probs
+            total = jnp.where(mask & (versions == version), scores, total)
+        return total
+
+    def _delta_metrics(self, batch: Batch) -> dict[str, float]:
+        """The two halves of d (2): ``mean |log pi_j - log pi_l|`` and ``mean |log pi_l - log mu|`` over active
+        tokens."""
+        if not self.config.learner.log_delta:
+            return {}
+        mask = np.asarray(batch.loss_mask)
+        sampler, now = np.asarray(batch.rollout_policy_log_probs), np.asarray(batch.proximal_log_probs)
+        return {
+            "async/delta_pi": float(np.mean(np.abs(now - sampler)[mask])),
+            "async/delta_impl": float(np.mean(np.abs(sampler - np.asarray(batch.behavior_log_probs))[mask])),
+        }
+
+    def _clock_metrics(
+        self, batch: Batch, queue: GroupQueue, waited: float, took: float, clock: dict[str, float]
+    ) -> dict[str, float]:
+        counts = queue.counts()
+        return {
+            "async/queue_groups": counts["ready"],
+            "async/dropped_stale": counts["stale"],
+            "perf/step_time_s": took,
+            "perf/tokens_per_s": float(np.sum(np.asarray(batch.segment_ids) > 0)) / took,
+            "perf/rollout_wait_s": waited,
+            "perf/train_wait_s": clock["wait_s"],
+            "rollout/tokens_per_s": clock["tokens"] / clock["engine_s"] if clock["engine_s"] > 0 else 0.0,
+        }
+
+    def _evaluate(self, engine: Engine, grader: setup.Grader, state: TrainState) -> bool:
+        """One evaluation of the current weights, written and shown; False where the run was asked to stop."""
+        if self.stop.requested:
+            return False
+        config = self.config
+        self.display.phase(f"evaluating, step {self.version}")
+        if engine.version != self.version:
+            engine.update_weights(state.params, self.version)
+        params = SamplingParams(
+            temperature=config.evaluation.temperature,
+            top_p=config.evaluation.top_p,
+            max_new_tokens=config.sampling.max_new_tokens,
+            stop=config.sampling.stop,
+            seed=config.seed,
+        )
+        result: Evaluation = evaluate(
+            engine, self.problems.heldout, partial(_graded, grader), params, config.evaluation.k, step=self.version
+        )
+        self.writer.log_evaluation(self.version, result.record())
+        self.display.evaluation(self.version, result.record())
+        return True
+
+    def _checkpoint(self, state: TrainState, queue: GroupQueue) -> None:
+        counters, groups = queue.snapshot()
+        if self.wants_sampler:  # their sampling weights are not kept: they are generated again
+            counters["in_flight"] = sorted(counters["in_flight"] + counters["held"])
+            counters["held"], groups = [], []
+        self.checkpoints.save(state, {"queue": counters, "stream": self.stream.get_state()}, groups)
+
+
+def _graded(grader: setup.Grader, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    groups = [Group(f"eval:{i}", p, (t,)) for i, (p, t) in enumerate(zip(prompts, trajectories, strict=True))]
+    return [group.trajectories[0] for group in grader.grade_groups(groups)]
+
+
+def _supervised_spec(spec: LearnerSpec, warm: WarmStartConfig) -> LearnerSpec:
+    rate = learner.learning_rate(warm.lr, warm.warmup_steps)
+    return dataclasses.replace(
+        spec, optimizer=learner.adam(rate, 0.9, 0.98, 1e-8), schedule=rate, routing_replay=False, micro_batches=1
+    )
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[_StopRequest]:
+    """Ctrl-C and SIGTERM ask for a stop at the next safe point; a second one interrupts at once."""
+    request = _StopRequest()
+    previous = {s: signal.signal(s, request) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def _write_config(run_dir: Path, config: ExperimentConfig) -> None:
+    """``config.json``: what was asked for and what it ran on."""
+    record = {
+        "name": config.name,
+        "config": to_dict(config),
+        "versions": {"sat_jax": __version__, "jax": jax.__version__, "python": platform.python_version()},
+        "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
+        "git_commit": _git_commit(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+    (run_dir / CONFIG_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _git_commit() -> str | None:
+    """Commit of the checkout that this code runs from, with ``+`` where it has changes; None outside of one."""
+    here = Path(__file__).resolve().parent.parent
+    if not (here / ".git").exists():
+        return None
+    try:
+        git = partial(subprocess.run, cwd=here, capture_output=True, text=True, check=True, timeout=10)
+        commit = git(["git", "rev-parse", "HEAD"]).stdout.strip()
+        changed = git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+" if changed else "")
+
+
+def _remove_empty(run_dir: Path) -> None:
+    """Takes back a run folder that was created for input which turned out not to work."""
+    for path in sorted(run_dir.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    run_dir.rmdir()
