@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from synthetic_run import make_run, write_config
+
+from sat_jax import plots
+from sat_jax.metrics import MetricsWriter
+from sat_jax.plots.parts import binned, smoothed
+from sat_jax.run_folder import Run, read_run
+
+FIGURES = [
+    plots.learning_curve,
+    plots.mismatch,
+    plots.radii,
+    plots.rates,
+    plots.staleness,
+    plots.optimisation,
+    plots.throughput,
+    plots.rewards,
+    plots.responses,
+    plots.asynchrony,
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    folder = tmp_path_factory.mktemp("runs")
+    return [
+        read_run(make_run(folder / "sat", steps=60)),
+        read_run(make_run(folder / "base", name="gspo", sat=False, steps=60, seed=1)),
+    ]
+
+
+def texts(figure: object) -> str:
+    return " ".join(t.get_text() for t in figure.findobj(matplotlib.text.Text))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda f: f.__name__)
+def test_every_axis_is_named_and_every_line_is_finite(figure: plots.Plot, runs: list[Run]) -> None:
+    for chosen in (runs[:1], runs):
+        drawn = figure(chosen)
+        assert drawn.axes[-1].get_xlabel() in ("learner step", "lag (policy versions)", "reward")
+        for axes in drawn.axes:
+            assert axes.get_title(loc="left") or axes.get_ylabel()
+            for line in axes.lines:
+                assert np.isfinite(np.asarray(line.get_ydata(), float)).all()
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda f: f.__name__)
+def test_missing_data_is_said_in_the_figure(figure: plots.Plot, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    assert re.search(r"not logged|no evaluations yet|no lags|no rewards", texts(figure([read_run(tmp_path)])))
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda f: f.__name__)
+def test_one_step_is_enough_to_draw(figure: plots.Plot, tmp_path: Path) -> None:
+    figure([read_run(make_run(tmp_path, steps=1))]).draw_without_rendering()
+
+
+def test_the_learning_curve_carries_the_numbers(runs: list[Run]) -> None:
+    values = [e["avg@k"] for e in runs[0].evaluations]
+    said = texts(plots.learning_curve(runs[:1]))
+    assert f"{values[0]:.2f}" in said
+    assert f"{values[-1]:.2f}" in said
+    assert "held-out avg@8" in said
+    compared = texts(plots.learning_curve(runs))
+    for run in runs:
+        assert f"{run.evaluations[-1]['avg@k']:.3f}" in compared
+        assert run.name in compared
+
+
+def test_the_window_line_stands_at_log_one_plus_eps(runs: list[Run]) -> None:
+    _, bottom = plots.mismatch(runs[:1]).axes
+    assert any(np.allclose(line.get_ydata(), math.log1p(0.2)) for line in bottom.lines)
+    low, high = bottom.get_ylim()
+    assert low < math.log1p(0.2) < high
+
+
+def test_staleness_is_counted_over_all_tokens_or_else_over_the_samples(runs: list[Run], tmp_path: Path) -> None:
+    counts, origin = plots.staleness_counts(runs[0])
+    assert origin == "all active tokens"
+    assert counts == {**{float(lag): 1792.0 for lag in range(8)}, 8.0: 52 * 1792.0}
+    write_config(tmp_path)
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        # The batch of step 6 was trained on by version 5.
+        writer.log_samples(6, [{"policy_versions": [3, 3, 5], "reward": 1.0}])
+    assert plots.staleness_counts(read_run(tmp_path)) == ({2.0: 2, 0.0: 1}, "tokens of the logged samples")
+
+
+def test_rewards_are_split_by_thirds_of_the_run(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step, solved in enumerate((0, 1, 2, 3, 4, 4), 1):
+            writer.log(step, {"rollout/reward_histogram": {"0": 4 - solved, "1": solved}})
+    thirds, origin = plots.reward_thirds(read_run(tmp_path))
+    assert origin == "all responses"
+    assert thirds == [{0.0: 7.0, 1.0: 1.0}, {0.0: 3.0, 1.0: 5.0}, {0.0: 0.0, 1.0: 8.0}]
+
+
+def test_continuous_rewards_are_binned(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.log(1, {"rollout/reward_histogram": {f"{i / 100}": 1 for i in range(101)}})
+    top, _ = plots.rewards([read_run(tmp_path)]).axes
+    assert len(top.patches) == 20
+    assert sum(bar.get_height() for bar in top.patches) == pytest.approx(1)
+
+
+def test_binning_keeps_spikes_and_the_mean() -> None:
+    steps, values = np.arange(10_000), np.zeros(10_000)
+    values[1234] = 100.0
+    x, mean, low, high = binned(steps, values, bins=100)
+    assert len(x) == 100
+    assert high.max() == 100.0
+    assert low.max() == 0.0
+    assert mean.mean() == pytest.approx(values.mean())
+    assert (np.diff(x) > 0).all()
+    for got, want in zip(binned(steps[:50], values[:50], bins=100), (steps[:50], *[values[:50]] * 3), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_smoothing_keeps_length_constants_and_short_series() -> None:
+    np.testing.assert_allclose(smoothed(np.full(500, 3.0)), 3.0)
+    np.testing.assert_array_equal(smoothed(np.array([1.0, 5.0, 2.0])), [1, 5, 2])
+    assert len(smoothed(np.arange(333.0))) == 333
+
+
+def test_colours_stand_out_from_the_page() -> None:
+    def luminance(color: str) -> float:
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+    for color in plots.PALETTE:  # 3:1 against white, as WCAG asks of graphics
+        assert 1.05 / (luminance(color) + 0.05) >= 3.0, color
+    for color in (plots.INK, plots.MUTED):  # 4.5:1, as it asks of text
+        assert 1.05 / (luminance(color) + 0.05) >= 4.5, color
+
+
+def test_svg_is_the_same_every_time_well_formed_and_prefixed(runs: list[Run]) -> None:
+    first, again = (plots.to_svg(plots.mismatch(runs[:1]), "x1") for _ in range(2))
+    assert first == again
+    ElementTree.fromstring(first)
+    ids = set(re.findall(r'\bid="([^"]*)"', first))
+    used = set(re.findall(r'(?:url\(#|href="#)([^)"]*)', first))
+    assert used <= ids
+    assert all(name.startswith("x1-") for name in ids)
+    assert "log(1 + ε) = 0.182" in first
+
+
+def test_the_process_keeps_its_own_matplotlib_settings(runs: list[Run]) -> None:
+    before = dict(matplotlib.rcParams)
+    plots.rates(runs)
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_no_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 runs"):
+        plots.mismatch([])

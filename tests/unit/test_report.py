@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from synthetic_run import make_run, write_config
+
+from sat_jax.cli import main
+from sat_jax.metrics import MetricsWriter
+from sat_jax.report import render, write_report
+from sat_jax.report.page import PANELS
+from sat_jax.report.samples import MAX_TOKENS, pick_samples
+from sat_jax.run_folder import Run, read_run
+
+VOID = {"meta", "input", "br", "path", "use", "rect", "link", "img"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced; collects tags, attributes and the text a reader sees."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text += data + " "
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return read_run(make_run(tmp_path_factory.mktemp("run"), steps=60, eval_every=20))
+
+
+@pytest.fixture(scope="module")
+def page(run: Run) -> str:
+    return render([run])
+
+
+@pytest.fixture
+def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of the time; tests about the rest of the page do with one figure."""
+    monkeypatch.setattr("sat_jax.report.page.PANELS", PANELS[:1])
+
+
+def test_the_page_needs_nothing_from_outside(page: str) -> None:
+    parsed = Page(page)
+    assert not {tag for tag, _ in parsed.tags} & {"script", "link", "img", "iframe", "object", "base"}
+    targets = [v for _, attrs in parsed.tags for k, v in attrs.items() if k in ("src", "href", "xlink:href", "srcset")]
+    assert all(target is not None and target.startswith("#") for target in targets)
+    assert not re.search(r"@import|url\((?!#)", page)
+    assert set(re.findall(r'https?://[^"<\s]+', page)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def test_ids_are_unique(page: str) -> None:
+    ids = [attrs["id"] for _, attrs in Page(page).tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_the_same_run_gives_the_same_page(run: Run) -> None:
+    assert render([run]) == render([run])
+
+
+def test_it_says_what_came_out(run: Run, page: str) -> None:
+    text = Page(page).text
+    first, last = run.evaluations[0]["avg@k"], run.evaluations[-1]["avg@k"]
+    assert f"{first:.3f} → {last:.3f}" in text
+    assert f"{100 * (last - first):+.1f} points, 64 problems" in text
+    for expected in ("Learning curve", "log(1 + ε) = 0.182", "loss.sat.alpha", "jax 0.10.2", "sat-jax train --seed 0"):
+        assert expected in text
+    for e in run.evaluations:
+        assert f"{e['pass@k']:.3f}" in text
+    assert text.count("reference answer") == 6
+    assert "not logged" not in text
+
+
+def test_figures_follow_the_readers_theme(page: str) -> None:
+    drawings = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert drawings.count("var(--c0)") > 5
+    assert set(re.findall(r"#[0-9a-f]{6}\b", drawings)) == set()
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_an_empty_run_says_what_is_missing(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    text = Page(render([read_run(tmp_path)])).text
+    for expected in (
+        "no evaluations yet",
+        "no samples yet",
+        "not logged: train/kl_loss, train/entropy, train/grad_norm",
+    ):
+        assert expected in text
+
+
+def test_a_run_without_sat_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sat_jax.report.page.PANELS", [panel for panel in PANELS if panel.title == "SAT radii"])
+    text = Page(render([read_run(make_run(tmp_path, sat=False, steps=10))])).text
+    assert "the method has no SAT" in text
+    assert "not logged: sat/eps_low_mean, sat/eps_high_mean, sat/c_low_min, sat/c_high_min" in text
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_notices_reach_the_reader(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=6)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 7')
+    assert (
+        "the last line of metrics.jsonl (line 7) is half-written and was skipped"
+        in Page(render([read_run(tmp_path)])).text
+    )
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_what_a_model_writes_is_shown_and_not_run(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>\n\x1b[31m\ud800"
+    write_config(tmp_path, name="<b>name</b>")
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.log_samples(1, [{"prompt": evil, "tokens": [evil, '"><img src=x>'], "verdict": "<i>", "reward": 0.0}])
+    page = render([read_run(tmp_path)])
+    parsed = Page(page)
+    assert not {tag for tag, _ in parsed.tags} & {"script", "img", "i", "b"} - {"b"}
+    assert "<b>name" not in page
+    assert "<script>alert(1)</script>" in parsed.text
+    assert "\x1b" not in page
+    page.encode("utf-8")
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_tokens_are_tinted_by_what_the_samples_carry(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        sample = {"tokens": ["7", "9"], "log_ratio": [0.0912, -0.5], "policy_versions": [0, 2], "reward": 1.0}
+        writer.log_samples(3, [sample])
+    parsed = Page(render([read_run(tmp_path)]))
+    tokens = [
+        attrs for tag, attrs in parsed.tags if tag == "span" and "style" in attrs and attrs["class"] in ("t", "t d")
+    ]
+    assert [t["title"] for t in tokens] == ["log ratio +0.091, lag 2", "log ratio -0.500, lag 0"]
+    assert [t["class"] for t in tokens] == ["t", "t d"]
+    assert "--r:0.5;" in str(tokens[0]["style"])  # half of log(1.2)
+    assert "--r:1;" in str(tokens[1]["style"])  # beyond the scale
+    switches = [attrs["class"] for tag, attrs in parsed.tags if tag == "input"]
+    assert switches == ["by-ratio", "by-lag"]
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_a_long_response_is_cut_and_the_cut_is_said(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.log_samples(1, [{"tokens": ["x"] * (MAX_TOKENS + 7), "reward": 1.0, "prompt": "p" * 5000}])
+    text = Page(render([read_run(tmp_path)])).text
+    assert "… 7 more tokens" in text
+    assert "1000 more characters" in text
+
+
+def test_samples_come_from_start_middle_and_end_the_best_and_the_worst() -> None:
+    samples = [{"step": step, "reward": float(i)} for step in range(1, 101) for i in range(2)]
+    picked = pick_samples(samples)
+    assert [p["reward"] for p in picked].count(1.0) == 3
+    steps = [p["step"] for p in picked]
+    assert steps == sorted(steps)
+    assert steps[1] <= 10
+    assert all(45 <= step <= 56 for step in steps[2:4])
+    assert steps[4] >= 91
+    assert pick_samples([]) == []
+    assert pick_samples(samples[:1]) == samples[:1]
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    runs = [
+        read_run(make_run(tmp_path / "a", steps=20)),
+        read_run(make_run(tmp_path / "b", name="gspo", sat=False, steps=30, seed=1)),
+    ]
+    page = render(runs)
+    text = Page(page).text
+    assert "2 runs compared" in text
+    for run in runs:
+        assert f"{run.evaluations[-1]['avg@k']:.3f}" in text
+    differing = re.search(r"Settings that differ\.(.*?)</div></div>", page, re.DOTALL)
+    assert differing
+    assert "gspo" in differing[1]
+    assert "loss.eps_high" not in differing[1]
+
+
+def test_ten_thousand_steps_are_read_fast_and_stay_small(tmp_path: Path) -> None:
+    path = make_run(tmp_path, steps=200) / "metrics.jsonl"
+    bodies = [line.partition(",")[2] for line in path.read_text().splitlines()]
+    path.write_text("".join(f'{{"step": {step},{bodies[step % 200]}\n' for step in range(1, 10_001)))
+    began = time.process_time()
+    run = read_run(tmp_path)
+    assert len(run.steps) == 10_000
+    page = render([run])
+    assert time.process_time() - began < 15  # about 2.5 s of processor time
+    assert len(page.encode()) < 1.5e6
+
+
+# --------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_the_command_writes_into_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, steps=3)
+    assert main(["report", str(tmp_path)]) == 0
+    assert str(tmp_path / "report.html") in capsys.readouterr().out
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert main(["report", str(tmp_path)]) == 0  # its own page may be written again
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_several_runs_go_to_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [str(make_run(tmp_path / name, name=name, steps=3)) for name in ("a", "b")]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["report", *runs]) == 0
+    assert "2 runs compared" in (tmp_path / "here" / "report.html").read_text()
+    assert main(["report", *runs, "--out", str(tmp_path / "new" / "page.html")]) == 0
+    assert (tmp_path / "new" / "page.html").is_file()
+
+
+@pytest.mark.usefixtures("few_figures")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere"], "nowhere is no folder"),
+        (["."], "holds no config.json"),
+        ([], "no run folder was given"),
+        (["run", "--out", "notes.txt"], "notes.txt exists and is no report"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_two(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "run", steps=1)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["report", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_a_failure_leaves_the_old_page(tmp_path: Path) -> None:
+    out = write_report([make_run(tmp_path / "run", steps=1)], tmp_path)
+    before = out.read_bytes()
+    with pytest.raises(ValueError, match="no folder"):
+        write_report([tmp_path / "gone"], out)
+    assert out.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["report.html"]
