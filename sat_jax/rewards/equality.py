@@ -5,6 +5,7 @@ are taken, and no others:
 
 * a decimal of six or more significant digits stands for the fraction or irrational number that it is the rounding of;
 * a percentage equals both its hundredth and its bare number (``10%`` is ``0.1``, and is ``10``);
+* the ratio ``3:4`` is the fraction ``3/4``;
 * a unit may be left out, but two units must agree; degrees and currency signs count for nothing;
 * ``x = 5`` may be given as ``5``, and ``x \\in [0, 1]`` as ``[0, 1]``;
 * sets, and lists without brackets, have no order; tuples and intervals do, and their brackets count;
@@ -99,6 +100,8 @@ def exact_number(text: str) -> Fraction | None:
     if m := _MIXED.fullmatch(text):
         part = _quotient(m[3] or m[5], m[4] or m[6])
         return None if part is None else (Fraction(m[2]) + part) * (-1 if m[1] == "-" else 1)
+    if m := _RATIO.fullmatch(text):
+        return _quotient(m[1], m[2])
     if m := _FRACTION.fullmatch(text):
         part = _quotient(m[2] or m[4], m[3] or m[5])
         return None if part is None else part * (-1 if m[1] == "-" else 1)
@@ -122,10 +125,6 @@ def _equal(a: str, b: str, depth: int) -> bool:
         parts_a, parts_b = split(a), split(b)
         if parts_a is not None or parts_b is not None:
             return parts_a is not None and parts_b is not None and _equal_parts(parts_a, parts_b, depth)
-    ratio_a, ratio_b = _RATIO.fullmatch(a), _RATIO.fullmatch(b)
-    if ratio_a or ratio_b:
-        x, y = (_quotient(*m.groups()) if m else None for m in (ratio_a, ratio_b))
-        return x is not None and x == y
     if (a_choice := _choice(a)) and (b_choice := _choice(b)):
         return a_choice == b_choice
     (a, unit_a), (b, unit_b) = split_unit(a), split_unit(b)
@@ -312,6 +311,8 @@ def _symbolically_equal(a: str, b: str) -> bool:
         return bool(math_verify.verify(y, x, timeout_seconds=None))
     x, y = _exact(x), _exact(y)
     if x.is_Rational and y.is_Rational:
+        return bool(x == y)
+    if not (x.is_finite and y.is_finite):
         return bool(x == y)
     x, y = x.evalf(_DIGITS), y.evalf(_DIGITS)
     if abs(x - y) <= 10.0 ** (5 - _DIGITS) * max(abs(x), abs(y)):

@@ -15,7 +15,9 @@ _REPLACEMENTS = (
     (r"\rvert", "|"), (r"\vert", "|"), (r"\varnothing", r"\emptyset"), (r"\cdot", r"\times"), ("**", "^"),
 )  # fmt: skip
 
-_SPACING = re.compile(r"\\[,;: ]|\\(?:quad|qquad|displaystyle|textstyle|limits|nolimits|hspace\{[^}]*\})(?![a-zA-Z])|~")
+_SPACING = re.compile(
+    r"(?<!\\)\\[,;: ]|\\(?:quad|qquad|displaystyle|textstyle|limits|nolimits|hspace\{[^}]*\})(?![a-zA-Z])|~"
+)
 _SIZES = re.compile(r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|Biggl?|Biggr)(?![a-zA-Z])\.?")
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _ARGUMENT = r"(?:\{([^{}]*)\}|(\d|[a-zA-Z]|\\[a-zA-Z]+))"

@@ -105,6 +105,7 @@ EQUAL = [
     (r"\left(3,\tfrac\pi2\right)", r"(3,\frac{\pi}{2})"),
     (r"x\in[0,1)", "[0,1)"),
     ("3:4", "6:8"),
+    ("3:4", r"\frac34"),
     ("10^{-3}", "0.001"),
     ("5!", "120"),
     ("1.41421356", r"\sqrt{2}"),
@@ -138,6 +139,9 @@ DIFFERENT = [
     ("A", "B"),
     ("yes", "no"),
     (r"\emptyset", "0"),
+    (r"(0,\infty)", r"(-\infty,0)"),
+    (r"\infty", r"-\infty"),
+    (r"\frac{1}{0}", "1"),
     ("", "0"),
     (r"\begin{pmatrix}1&2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
 ]
