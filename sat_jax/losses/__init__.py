@@ -4,7 +4,7 @@ loss_fn = make_loss(method("sat-gspo"))
 loss, metrics = loss_fn(LossInputs(log_probs=..., behavior_log_probs=..., advantages=..., loss_mask=...))
 """
 
-from sat_jax.losses.advantages import group_advantages, zero_variance
+from sat_jax.losses.advantages import AdvantageKind, group_advantages, zero_variance
 from sat_jax.losses.config import LossConfig, rule_names
 from sat_jax.losses.diagnostics import METRIC_REDUCTIONS
 from sat_jax.losses.inputs import LossInputs, check_values
@@ -16,6 +16,7 @@ __all__ = [
     "METHODS",
     "METRIC_REDUCTIONS",
     "TABLE_1",
+    "AdvantageKind",
     "Loss",
     "LossConfig",
     "LossInputs",
