@@ -125,11 +125,12 @@ def _chunked_backward(with_entropy: bool, saved: Any, g: tuple[jax.Array, jax.Ar
             d_scaled -= p * (log_p + entropy[..., None]) * g_entropy[..., None]
         d_logits = (d_scaled / temperature).astype(x.dtype)
         d_x = jnp.einsum("bcv,vd->bcd", d_logits, weight)
-        return d_matrix + jnp.einsum("bcv,bcd->vd", d_logits, x, preferred_element_type=jnp.float32), d_x
+        # [D, V]: this way round no [.., V] array is transposed for the matmul.
+        return d_matrix + jnp.einsum("bcd,bcv->dv", x, d_logits, preferred_element_type=jnp.float32), d_x
 
-    zero = jnp.zeros(matrix.shape, jnp.float32)
+    zero = jnp.zeros(matrix.shape[::-1], jnp.float32)
     d_matrix, d_hidden = jax.lax.scan(chunk, zero, (hidden, target, entropy, log_z, *g))
-    return d_hidden, d_matrix.astype(matrix.dtype), None, jnp.zeros_like(temperature)
+    return d_hidden, d_matrix.T.astype(matrix.dtype), None, jnp.zeros_like(temperature)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

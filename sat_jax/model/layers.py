@@ -81,8 +81,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.
 def self_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, block: int) -> jax.Array:
     """Causal attention within segments; ``[B, T, H, h]``.
 
-    Scores are made for at most ``block`` queries at a time (and remade in the backward pass), so memory grows with
-    ``B * H * block * T`` instead of ``B * H * T * T``.
+    Scores are made for at most ``block`` queries at a time, so memory grows with ``B * H * block * T`` instead of
+    ``B * H * T * T``.
     """
     T = q.shape[1]
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -92,8 +92,10 @@ def self_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Ar
         visible = (segments[:, :, None] == segment_ids[:, None, :]) & (index[:, None] >= column)
         return attend(q_rows, k, v, visible)
 
+    # Scores that outweigh the queries are made again in the backward pass instead of being kept.
+    attend_rows = jax.checkpoint(rows) if q.shape[-1] < T else rows
     if block >= T:
-        return rows(q, segment_ids, column)
+        return attend_rows(q, segment_ids, column)
     blocks = -(-T // block)
     pad = blocks * block - T
 
@@ -102,7 +104,7 @@ def self_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Ar
         return jnp.moveaxis(jnp.pad(x, widths).reshape(x.shape[0], blocks, block, *x.shape[2:]), 1, 0)
 
     inputs = (split(q), split(segment_ids), jnp.arange(blocks * block).reshape(blocks, block))
-    out = jax.lax.map(jax.checkpoint(lambda args: rows(*args)), inputs)
+    out = jax.lax.map(lambda args: attend_rows(*args), inputs)
     return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], blocks * block, *q.shape[2:])[:, :T]
 
 

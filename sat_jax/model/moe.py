@@ -295,26 +295,101 @@ _collect.defvjp(
 
 
 def _grouped(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weights, ragged: bool) -> jax.Array:
+    if not ragged:
+        at = _layout(indices, experts[0].shape[0], _block_size(indices.size, experts[0].shape[0]))
+        return _blocked(x, weights, *experts, at.slot, at.row, at.block_expert)
     gate, up, down = experts
-    E, K = gate.shape[0], indices.shape[-1]
-    block = 1 if ragged else _block_size(indices.size, E)
-    at = _layout(indices, E, block)
-    rows = _spread(x, at.slot, at.row, K)
+    at = _layout(indices, gate.shape[0], block=1)
+    rows = _spread(x, at.slot, at.row, indices.shape[-1])
     scale = _spread(weights.reshape(-1, 1), at.slot, at.row, 1)
-    if ragged:
-        hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, at.sizes)) * jax.lax.ragged_dot(rows, up, at.sizes) * scale
-        # Rows behind the last group belong to nobody, and what ragged_dot leaves there is not specified.
-        used = (at.slot < indices.size)[:, None]
-        y = jnp.where(used, jax.lax.ragged_dot(jnp.where(used, hidden, 0), down, at.sizes), 0)
-    else:
-        blocks = rows.reshape(-1, block, rows.shape[-1])
-        own = at.block_expert
-        hidden = jax.nn.silu(jnp.einsum("bnd,bdf->bnf", blocks, gate[own])) * jnp.einsum(
-            "bnd,bdf->bnf", blocks, up[own]
-        )
-        hidden = hidden * scale.reshape(-1, block, 1)
-        y = jnp.einsum("bnf,bfd->bnd", hidden, down[own]).reshape(rows.shape)
-    return _collect(y, at.slot, at.row, K)
+    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, at.sizes)) * jax.lax.ragged_dot(rows, up, at.sizes) * scale
+    # Rows behind the last group belong to nobody, and what ragged_dot leaves there is not specified.
+    used = (at.slot < indices.size)[:, None]
+    y = jnp.where(used, jax.lax.ragged_dot(jnp.where(used, hidden, 0), down, at.sizes), 0)
+    return _collect(y, at.slot, at.row, indices.shape[-1])
+
+
+_matmul = functools.partial(jnp.einsum, "bij,bjk->bik")
+_matmul_t = functools.partial(jnp.einsum, "bik,bjk->bij")  # by the transposed second factor
+_outer = functools.partial(jnp.einsum, "bij,bik->bjk", preferred_element_type=jnp.float32)
+
+
+@jax.custom_vjp
+def _blocked(
+    x: jax.Array,
+    weights: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    slot: jax.Array,
+    row: jax.Array,
+    owner: jax.Array,
+) -> jax.Array:
+    """The grouped MLP over blocks of rows, ``owner [blocks]`` being each block's expert.
+
+    Its gradient is written out so that neither the gathered expert weights nor the spread rows are kept for it: left to
+    automatic differentiation they are most of a layer's memory traffic.
+    """
+    return _blocked_forward(x, weights, gate, up, down, slot, row, owner)[0]
+
+
+def _blocked_forward(
+    x: jax.Array,
+    weights: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    slot: jax.Array,
+    row: jax.Array,
+    owner: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    rows, scale = _spread_blocks(x, weights, slot, row, owner)
+    a, b = _matmul(rows, gate[owner]), _matmul(rows, up[owner])
+    y = _matmul(jax.nn.silu(a) * b * scale, down[owner])
+    return _collect_blocks(y, weights, slot, row), (x, weights, gate, up, down, slot, row, owner, a, b)
+
+
+def _blocked_backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
+    x, weights, gate, up, down, slot, row, owner, a, b = saved
+    rows, scale = _spread_blocks(x, weights, slot, row, owner)
+    d_y, _ = _spread_blocks(d_out, weights, slot, row, owner)
+    sigmoid = jax.nn.sigmoid(a)
+    hidden = a * sigmoid * b
+    d_scaled = _matmul_t(d_y, down[owner])
+    d_hidden = d_scaled * scale
+    d_a, d_b = d_hidden * b * sigmoid * (1 + a * (1 - sigmoid)), d_hidden * a * sigmoid
+    d_rows = _matmul_t(d_a, gate[owner]) + _matmul_t(d_b, up[owner])
+    d_weights = _collect(jnp.sum(d_scaled * hidden, axis=-1).reshape(-1, 1), slot, row, 1)
+
+    def per_expert(blocks: jax.Array, like: jax.Array) -> jax.Array:
+        return jnp.zeros(like.shape, jnp.float32).at[owner].add(blocks).astype(like.dtype)
+
+    return (
+        _collect_blocks(d_rows, weights, slot, row),
+        d_weights.reshape(weights.shape),
+        per_expert(_outer(rows, d_a), gate),
+        per_expert(_outer(rows, d_b), up),
+        per_expert(_outer(hidden * scale, d_y), down),
+        None,
+        None,
+        None,
+    )
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _spread_blocks(
+    x: jax.Array, weights: jax.Array, slot: jax.Array, row: jax.Array, owner: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Rows ``[blocks, rows, D]`` and their gate weights ``[blocks, rows, 1]``."""
+    blocks = owner.shape[0]
+    rows = _spread(x, slot, row, weights.shape[-1]).reshape(blocks, -1, x.shape[-1])
+    return rows, _spread(weights.reshape(-1, 1), slot, row, 1).reshape(blocks, -1, 1)
+
+
+def _collect_blocks(y: jax.Array, weights: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
+    return _collect(y.reshape(-1, y.shape[-1]), slot, row, weights.shape[-1])
 
 
 def _block_size(assignments: int, experts: int) -> int:

@@ -153,9 +153,9 @@ def init_params(
 ) -> Params:
     """Fresh parameters: normal matrices, unit norms, zero biases.
 
-    Each array has a stream of its own, seeded with the key and the parameter's name: adding a parameter changes no other,
-    and the values depend neither on the sharding nor on the device. They are drawn on the host, one array at a time, for
-    compiling a random generator for every shape would take longer than making a small model.
+    Each array has a stream of its own, seeded with the key and the parameter's name: adding a parameter changes no
+    other, and the values depend neither on the sharding nor on the device. They are drawn on the host, one array at a
+    time, for compiling a random generator for every shape would take longer than making a small model.
 
     Args:
         key: a concrete PRNG key.
