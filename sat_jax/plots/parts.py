@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -227,7 +228,7 @@ def bars(
     colors: Sequence[str] = PALETTE,
     low: float | None = None,
 ) -> None:
-    """Shares by value, one bar per series side by side; more than 24 values are put into twenty equal bins.
+    """Shares by value, one bar per series side by side; values too close for that are put into twenty equal bins.
 
     ``low`` is the smallest abscissa to show, where nothing can lie below it.
     """
@@ -236,12 +237,13 @@ def bars(
         axes.set_yticks([])
         axes.grid(visible=False)
         return
-    if len(values) > 24:
+    span = values[-1] - values[0]
+    step = min((b - a for a, b in itertools.pairwise(values)), default=1.0)
+    if step < span / 24:  # many values, or some too close together for bars that can be seen
         edges = np.linspace(values[0], values[-1], 21)
-        centres, step = (edges[:-1] + edges[1:]) / 2, float(edges[1] - edges[0])
+        centres, step = (edges[:-1] + edges[1:]) / 2, span / 20
     else:
         centres = np.array(values)
-        step = float(np.diff(centres).min()) if len(values) > 1 else 1.0
         edges = np.append(centres - step / 2, centres[-1] + step / 2)
     width = 0.86 * step / len(counts)
     for i, series in enumerate(counts):
@@ -286,7 +288,7 @@ def limit_to_usual(axes: Axes, values: np.ndarray) -> None:
 
 def log_scale_if_wide(axes: Axes) -> None:
     """A logarithmic axis where the lines span more than a factor of 30 and nothing is negative."""
-    values = np.concatenate([line.get_ydata() for line in axes.lines] or [np.zeros(0)])
+    values = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.lines] or [np.zeros(0)])
     positive = values[values > 0]
     if len(positive) and (values >= 0).all() and positive.max() > 30 * positive.min():
         axes.set_yscale("log")
