@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from sat_jax.data import chat
 
@@ -85,6 +86,16 @@ class Tokenizer:
             template=chat.find_template(folder, config),
             name=str(folder),
         )
+
+    @classmethod
+    def of_bytes(cls) -> Tokenizer:
+        """One token per UTF-8 byte, and an end-of-sequence token (256): for looking at data before there is a model."""
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(["<eos>"])
+        return cls(backend, eos_ids=[len(alphabet)], special_tokens={"eos_token": "<eos>"}, name="bytes")
 
     def _special_id(self, key: str) -> int | None:
         text = self.special_tokens.get(key)
