@@ -1,0 +1,202 @@
+"""A policy in three lines: load a Hugging Face folder, look at it, let it generate."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from sat_jax import model
+from sat_jax.data.tokenizer import Tokenizer
+from sat_jax.rollout.engine import Request, SamplingParams
+from sat_jax.rollout.local import LocalEngine
+from sat_jax.types import FinishReason, Prompt, Trajectory
+
+_LENGTH_STEP = 64  # contexts are rounded up to a multiple of this, so that a few prompts more compile nothing new
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Responses in the order of their prompts; each list has one entry a response.
+
+    Attributes:
+        token_ids: sampled ids, the end-of-sequence token included where one was sampled.
+        log_probs: float32 ``[R]``, nats, at the sampling temperature (at temperature 0: at temperature 1).
+        routed_experts: int32 ``[P + R, L, K]``, the experts of every token that was fed to the model and -1 behind
+            them; None for a dense model.
+        texts: decoded responses; empty strings without a tokenizer.
+        finish_reasons: ``stop`` or ``length``.
+    """
+
+    token_ids: list[list[int]]
+    log_probs: list[np.ndarray]
+    routed_experts: list[np.ndarray] | None
+    texts: list[str]
+    finish_reasons: list[FinishReason]
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Configuration, parameters and tokenizer of one folder. ``load_policy`` makes it.
+
+    Attributes:
+        config: what the model looks like.
+        params: its parameters.
+        tokenizer: None where the folder holds no ``tokenizer.json``; prompts are then lists of ids.
+        source: the folder it came from; ``save`` copies the tokenizer's files from there.
+    """
+
+    config: model.ModelConfig
+    params: model.Params
+    tokenizer: Tokenizer | None
+    source: Path
+
+    def logits(self, tokens: ArrayLike, attention_mask: ArrayLike | None = None) -> jax.Array:
+        """Float32 ``[B, T, V]`` of ids ``[B, T]``, 0 at padding. For looking: training never holds this array.
+
+        Args:
+            tokens: int ``[B, T]``.
+            attention_mask: ``[B, T]``, 0 at padding, on either side; None: no padding.
+
+        Raises:
+            ValueError: an id outside the vocabulary, a row longer than the model's context, a mask of another shape.
+        """
+        ids, mask = self._checked(tokens, attention_mask)
+        return _logits(self.params, self.config, ids, mask)
+
+    def log_probs(self, tokens: ArrayLike, attention_mask: ArrayLike | None = None) -> jax.Array:
+        """Float32 ``[B, T - 1]``: entry ``t`` is ``log p(tokens[t + 1] | tokens[<= t])``, 0 where either is padding.
+
+        Arguments and errors as for ``logits``.
+        """
+        ids, mask = self._checked(tokens, attention_mask)
+        return _log_probs(self.params, self.config, ids, mask)
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        max_new_tokens: int = 32,
+        temperature: float = 0.0,
+        *,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        stop: tuple[str, ...] = (),
+        ignore_eos: bool = False,
+        seed: int = 0,
+        n_slots: int = 16,
+    ) -> Generation:
+        """One response to each prompt.
+
+        Args:
+            prompts: texts (encoded as they are: render chats first), or lists of ids.
+            max_new_tokens: budget of each response.
+            temperature: 0 is greedy decoding.
+            top_p, top_k, min_p, stop, ignore_eos: see ``SamplingParams``.
+            seed: prompt ``i`` samples with ``seed + i``.
+            n_slots: responses decoded side by side.
+
+        Raises:
+            ValueError: no or empty prompts, texts without a tokenizer, a context longer than the model's.
+        """
+        if not prompts or isinstance(prompts, str):
+            raise ValueError(f"prompts = {prompts!r}: give a list with at least one prompt")
+        rows = [np.asarray(self._encode(p), np.int32) for p in prompts]
+        longest = max(len(row) for row in rows) + max_new_tokens
+        limit = self.config.max_position_embeddings
+        if longest > limit:
+            raise ValueError(
+                f"prompt and response take {longest} tokens, the model's context is {limit}: shorten either"
+            )
+        slots = min(n_slots, len(rows))
+        max_len = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, limit)
+        dtype = str(jax.tree.leaves(self.params)[0].dtype)
+        engine = LocalEngine(self.config, self.params, self.tokenizer, n_slots=slots, max_len=max_len, dtype=dtype)
+        sampling = SamplingParams(temperature, top_p, top_k, min_p, max_new_tokens, stop, ignore_eos, seed)
+        requests = [
+            Request(str(i), Prompt(str(i), "", row, "", "generate"), i, dataclasses.replace(sampling, seed=seed + i))
+            for i, row in enumerate(rows)
+        ]
+        done: dict[int, Trajectory] = {t.sample_index: t for t in engine.generate(requests)}
+        engine.close()
+        ordered = [done[i] for i in range(len(rows))]
+        routes = [t.routed_experts for t in ordered if t.routed_experts is not None]
+        return Generation(
+            token_ids=[t.response_ids.tolist() for t in ordered],
+            log_probs=[t.log_probs for t in ordered],
+            routed_experts=[
+                model.validate_routes(r, self.config, len(t.prompt_ids) + len(t.response_ids), f"response {i}")
+                for i, (r, t) in enumerate(zip(routes, ordered, strict=True))
+            ]
+            if self.config.moe_layers
+            else None,
+            texts=[t.text for t in ordered],
+            finish_reasons=[t.finish_reason for t in ordered],
+        )
+
+    def save(self, hf_dir: str | Path) -> Path:
+        """Writes a Hugging Face folder that loads back to the same bits; errors as for ``model.save_hf``."""
+        return model.save_hf(hf_dir, self.config, self.params, source=self.source)
+
+    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise ValueError(f"{self.source} has no tokenizer.json: give prompts as lists of token ids")
+        return self.tokenizer.encode(prompt)
+
+    def _checked(self, tokens: ArrayLike, attention_mask: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
+        ids = np.asarray(tokens)
+        if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"tokens are {ids.dtype}{list(ids.shape)}: give integers [B, T]")
+        if ids.size and not (ids.min() >= 0 and ids.max() < self.config.vocab_size):
+            bad = ids[(ids < 0) | (ids >= self.config.vocab_size)][0]
+            raise ValueError(f"token id {bad} lies outside the model's vocabulary of {self.config.vocab_size}")
+        if ids.shape[1] > self.config.max_position_embeddings:
+            limit = self.config.max_position_embeddings
+            raise ValueError(f"rows of {ids.shape[1]} tokens exceed the model's context of {limit}: shorten them")
+        mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
+        if mask.shape != ids.shape:
+            raise ValueError(
+                f"attention_mask has shape {list(mask.shape)}, tokens have {list(ids.shape)}: give one entry each"
+            )
+        return jnp.asarray(ids, jnp.int32), jnp.asarray(mask > 0, jnp.int32)
+
+
+def load_policy(hf_dir: str | Path, dtype: str = "float32", shardings: model.Params | None = None) -> Policy:
+    """The policy of a Hugging Face folder: Qwen3-MoE, dense Qwen3 or a Llama.
+
+    Args:
+        hf_dir: ``config.json``, safetensors and, where prompts are to be texts, the tokenizer's files.
+        dtype: of the parameters, ``float32`` or ``bfloat16``.
+        shardings: ``model.param_shardings`` where the model is spread over devices.
+
+    Raises:
+        FileNotFoundError, ValueError: as ``model.read_config`` and ``model.load_params``; a tokenizer that makes ids
+            outside the model's vocabulary.
+    """
+    folder = Path(hf_dir)
+    config = model.read_config(folder)
+    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    if tokenizer is not None:
+        tokenizer.check_vocabulary(config.vocab_size)
+    return Policy(config, model.load_params(folder, config, dtype, shardings), tokenizer, folder)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _logits(params: model.Params, cfg: model.ModelConfig, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    hidden = model.forward(params, cfg, tokens, segment_ids=mask).hidden
+    return jnp.where(mask[..., None] > 0, model.logits(params, cfg, hidden), 0)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _log_probs(params: model.Params, cfg: model.ModelConfig, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    hidden = model.forward(params, cfg, tokens, segment_ids=mask).hidden
+    found = model.token_log_probs(params, cfg, hidden, tokens, with_entropy=False).log_probs
+    return jnp.where(mask[:, 1:] * mask[:, :-1] > 0, found[:, 1:], 0)
