@@ -178,10 +178,10 @@ def build_engine(config: ExperimentConfig, policy: Policy, params: Any, version:
         policy.config,
         params,
         policy.tokenizer,
+        version=version,
         n_slots=min(rollout.engine_slots, rows),
         max_len=max_len,
         dtype=rollout.engine_dtype,
-        version=version,
         selection_noise=rollout.selection_noise,
     )
 
