@@ -110,6 +110,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str
             members.append(
                 {
                     "sample_index": t.sample_index,
+                    "request_id": t.request_id,
                     "tokens": len(t.response_ids),
                     "routes": None if t.routed_experts is None else list(t.routed_experts.shape),
                     "finish_reason": t.finish_reason,
@@ -170,6 +171,7 @@ def unpack_groups(record: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]
                     text=m["text"],
                     reward=m["reward"],
                     reward_info=m["reward_info"],
+                    request_id=m["request_id"],
                     **tokens,
                 )
             )

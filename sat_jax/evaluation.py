@@ -109,13 +109,10 @@ def evaluate(
         for p, prompt in enumerate(prompts)
         for i in range(k)
     ]
-    position = {id(prompt): p for p, prompt in enumerate(prompts)}
-    by_id = {prompt.prompt_id: position[id(prompt)] for prompt in prompts}
-    if len(by_id) != len(prompts):
-        raise ValueError("two evaluation prompts share a prompt_id: drop the duplicates")
+    place = {request.request_id: i for i, request in enumerate(requests)}
     finished: list[Trajectory | None] = [None] * len(requests)
     for count, trajectory in enumerate(engine.generate(requests), 1):
-        finished[by_id[trajectory.prompt_id] * k + trajectory.sample_index] = trajectory
+        finished[place[trajectory.request_id]] = trajectory
         if progress is not None:
             progress(count, len(requests))
     lost = [r.request_id for r, t in zip(requests, finished, strict=True) if t is None]

@@ -22,7 +22,7 @@ from sat_jax.learner import LearnerSpec, adam, learning_rate
 from sat_jax.model import ForwardOptions, ModelConfig
 from sat_jax.rewards.grader import Grader
 from sat_jax.rollout.local import LocalEngine
-from sat_jax.types import Group, Prompt
+from sat_jax.types import Group, Prompt, Trajectory
 
 _TOY = "toy"
 FAILED_VERDICTS = frozenset({"timeout", "crashed", "error"})
@@ -86,7 +86,7 @@ def build_policy(config: ExperimentConfig, run_dir: Path) -> Policy:
         if not source.tokenizer:
             raise ValueError("policy.tokenizer is empty: a fresh policy needs a tokenizer folder, or 'toy'")
         tokenizer_folder = run_dir / "tokenizer" if source.tokenizer == _TOY else Path(source.tokenizer)
-        if source.tokenizer == _TOY:
+        if source.tokenizer == _TOY and not (tokenizer_folder / "tokenizer.json").exists():
             write_tokenizer(tokenizer_folder)
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     tokenizer.check_vocabulary(model_config.vocab_size)
@@ -208,6 +208,12 @@ def graded_with_advantages(config: ExperimentConfig, grader: Grader) -> Callable
         return [dataclasses.replace(g, advantages=row) for g, row in zip(graded, advantages, strict=True)]
 
     return grade
+
+
+def graded(grader: Grader, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Trajectories with their rewards, outside of any group: what an evaluation needs."""
+    groups = [Group(f"eval:{i}", p, (t,)) for i, (p, t) in enumerate(zip(prompts, trajectories, strict=True))]
+    return [group.trajectories[0] for group in grader.grade_groups(groups)]
 
 
 def recorded_routes(policy: ModelConfig) -> Routes | None:

@@ -43,7 +43,7 @@ from sat_jax.rollout.queue import GroupQueue, QueueStopped
 from sat_jax.rollout.weights import copy_params
 from sat_jax.rollout.worker import RolloutWorker
 from sat_jax.run_folder import read_run
-from sat_jax.types import Batch, Group, Prompt, TrainState, Trajectory
+from sat_jax.types import Batch, Group, TrainState
 
 CONFIG_FILE, LEDGER_FILE = "config.json", "ledger.jsonl"
 INTERRUPTED = 130
@@ -407,7 +407,7 @@ class _Run:
             seed=config.seed,
         )
         result: Evaluation = evaluate(
-            engine, self.problems.heldout, partial(_graded, grader), params, config.evaluation.k, step=self.version
+            engine, self.problems.heldout, partial(setup.graded, grader), params, config.evaluation.k, step=self.version
         )
         self.writer.log_evaluation(self.version, result.record())
         self.display.evaluation(self.version, result.record())
@@ -419,11 +419,6 @@ class _Run:
             counters["in_flight"] = sorted(counters["in_flight"] + counters["held"])
             counters["held"], groups = [], []
         self.checkpoints.save(state, {"queue": counters, "stream": self.stream.get_state()}, groups)
-
-
-def _graded(grader: setup.Grader, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    groups = [Group(f"eval:{i}", p, (t,)) for i, (p, t) in enumerate(zip(prompts, trajectories, strict=True))]
-    return [group.trajectories[0] for group in grader.grade_groups(groups)]
 
 
 def _supervised_spec(spec: LearnerSpec, warm: WarmStartConfig) -> LearnerSpec:

@@ -33,6 +33,7 @@ def _group(name: str, lengths: tuple[int, ...], routes: bool) -> Group:
             text=f"answer {i}",
             reward=float(i) if n else None,
             reward_info={"verdict": "correct"},
+            request_id=f"{name}/{i}",
         )
         for i, n in enumerate(lengths)
     )
@@ -62,7 +63,12 @@ def test_a_checkpoint_gives_back_state_queue_and_counters(tmp_path: Path, routes
         )
         np.testing.assert_array_equal(one.advantages, two.advantages)
         for t, u in zip(one.trajectories, two.trajectories, strict=True):
-            assert (t.finish_reason, t.text, t.reward, t.reward_info) == (u.finish_reason, u.text, u.reward, u.reward_info)
+            assert (t.finish_reason, t.text, t.reward, t.reward_info) == (
+                u.finish_reason,
+                u.text,
+                u.reward,
+                u.reward_info,
+            )
             for name in ("prompt_ids", "response_ids", "log_probs", "policy_versions"):
                 np.testing.assert_array_equal(getattr(t, name), getattr(u, name))
                 assert getattr(t, name).dtype == getattr(u, name).dtype

@@ -1,0 +1,158 @@
+"""``sat-jax eval``: avg@k and pass@k of a Hugging Face folder or of a run's newest checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from sat_jax import learner, setup
+from sat_jax.checkpoint import Checkpoints
+from sat_jax.config import ExperimentConfig, PolicyConfig, RewardConfig
+from sat_jax.data.prompts import PromptOptions, load_prompts
+from sat_jax.evaluation import Evaluation, evaluate
+from sat_jax.records import from_dict
+from sat_jax.rewards.grader import Grader
+from sat_jax.rollout.engine import SamplingParams
+from sat_jax.rollout.local import LocalEngine
+from sat_jax.types import Prompt
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What to evaluate, on what, and how to sample."""
+
+    model: tyro.conf.Positional[Path]
+    """Hugging Face folder, or run folder (its newest checkpoint)."""
+    prompts: str | None = None
+    """Prompts with reference answers: JSONL, Parquet, tfds:NAME/SPLIT, ... For a run, its own held-out problems."""
+    k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 8
+    """Samples per problem."""
+    problems: int = 0
+    """Use only the first so many problems; 0: all."""
+    temperature: float = 1.0
+    """0 is greedy decoding."""
+    top_p: float = 1.0
+    """Nucleus; 1 is off."""
+    max_new_tokens: int | None = None
+    """Budget of a response; by default 512, for a run its own."""
+    reward: str | None = None
+    """``module:function`` that grades; by default the math verifier, for a run its own."""
+    workers: int = 2
+    """Grading processes; 0: in this one."""
+    slots: int = 64
+    """Responses decoded side by side."""
+    seed: int = 0
+    """Of the sampling."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
+    """Samples, grades and prints."""
+    if options.k < 1:
+        raise ValueError(f"-k {options.k}: at least one sample per problem is needed")
+    run_config = _run_config(options.model)
+    config = run_config or ExperimentConfig(
+        policy=PolicyConfig(path=str(options.model)),
+        reward=RewardConfig(function="sat_jax.rewards.math:grade", workers=options.workers),
+        sampling=SamplingParams(max_new_tokens=512),
+    )
+    policy = setup.build_policy(config, options.model)
+    params, step = policy.params, 0
+    if run_config is not None:
+        params, step = _newest(options.model, config, policy)
+    prompts = _prompts(options, run_config, policy)
+    sampling = SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_new_tokens=options.max_new_tokens or config.sampling.max_new_tokens,
+        stop=config.sampling.stop,
+        seed=options.seed,
+    )
+    longest = max(len(p.token_ids) for p in prompts)
+    sized = dataclasses.replace(config, sampling=sampling)
+    engine = LocalEngine(
+        policy.config,
+        params,
+        policy.tokenizer,
+        n_slots=min(options.slots, len(prompts) * options.k),
+        max_len=setup.context_length(sized, policy.config, longest),
+    )
+    console = Console(stderr=True)
+    reward = options.reward or config.reward.function
+    workers = config.reward.workers if options.reward is None and run_config is not None else options.workers
+    with Grader(reward, workers=workers) as grader, Progress(console=console, transient=True) as progress:
+        task = progress.add_task("sampling", total=len(prompts) * options.k)
+        result = evaluate(
+            engine,
+            prompts,
+            lambda p, t: setup.graded(grader, p, t),
+            sampling,
+            options.k,
+            step=step,
+            progress=lambda done, _: progress.update(task, completed=done),
+        )
+        verdicts = dict(grader.counts)
+    engine.close()
+    _show(options, result, verdicts)
+    return 0
+
+
+def _run_config(folder: Path) -> ExperimentConfig | None:
+    """The configuration of a run folder; None for a Hugging Face folder, whose config.json describes a model."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no config.json: give a Hugging Face folder or a run folder")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no valid JSON ({error}): restore it") from error
+    return from_dict(ExperimentConfig, record["config"]) if "versions" in record and "config" in record else None
+
+
+def _newest(folder: Path, config: ExperimentConfig, policy: setup.Policy) -> tuple[Any, int]:
+    checkpoints = Checkpoints(folder / "checkpoints")
+    step = checkpoints.latest_step()
+    if step is None:
+        raise ValueError(f"{folder} has no checkpoint yet: wait for one, or evaluate the policy that it started from")
+    like = learner.init_state(setup.build_learner(config, policy.config), policy.params)
+    state, _, _ = checkpoints.restore(step, like)
+    checkpoints.close()
+    return jax.block_until_ready(state.params), step
+
+
+def _prompts(options: EvalOptions, run_config: ExperimentConfig | None, policy: setup.Policy) -> list[Prompt]:
+    if options.prompts is not None:
+        rules = run_config.data.prompts if run_config is not None else PromptOptions()
+        prompts = list(load_prompts(options.prompts, policy.tokenizer, rules))
+    elif run_config is not None:
+        prompts = list(setup.build_problems(run_config, policy.tokenizer).heldout)
+    else:
+        raise ValueError("no prompts: give --prompts FILE")
+    return prompts[: options.problems] if options.problems else prompts
+
+
+def _show(options: EvalOptions, result: Evaluation, verdicts: dict[str, int]) -> None:
+    if options.json:
+        print(json.dumps({"model": str(options.model), **result.record(), "verdicts": verdicts}))
+        return
+    table = Table(title=f"{options.model}, step {result.step}")
+    for name in ("source", "problems", f"avg@{result.k}", f"pass@{result.k}"):
+        table.add_column(name, justify="left" if name == "source" else "right")
+    for name, score in {**result.sources, "all": result.total}.items():
+        table.add_row(name, str(score.problems), f"{score.avg:.3f}", f"{score.passed:.3f}")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{result.response_len_mean:.1f} tokens a response, {result.truncated_ratio:.1%} truncated; verdicts: "
+        + ", ".join(f"{count} {name}" for name, count in sorted(verdicts.items()))
+    )
