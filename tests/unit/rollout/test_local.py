@@ -1,6 +1,7 @@
 """The in-process engine against whole-sequence forward passes of the same weights."""
 
 import dataclasses
+import zlib
 from functools import partial
 
 import jax
@@ -29,6 +30,7 @@ CFG = model.ModelConfig(
 )
 DENSE = dataclasses.replace(CFG, model_type="qwen3", num_experts=0, intermediate_size=48)
 SHAPE = {"n_slots": 4, "max_len": 32, "decode_steps": 4, "prefill_rows": 2, "prefill_chunks": (4, 8)}
+LEAN = SHAPE | {"prefill_chunks": (8,)}  # one program less to compile
 EVERY = SamplingParams(max_new_tokens=9, ignore_eos=True)
 
 
@@ -57,7 +59,7 @@ def engine(params):
 
 
 def request(name, length=6, params=EVERY, seed=0, prompt_seed=None) -> Request:
-    rng = np.random.default_rng([length, hash(name) % 1000 if prompt_seed is None else prompt_seed])
+    rng = np.random.default_rng([length, zlib.crc32(name.encode()) if prompt_seed is None else prompt_seed])
     ids = rng.integers(2, CFG.vocab_size, length).astype(np.int32)
     return Request(name, Prompt(name, "", ids, "", "test"), 0, dataclasses.replace(params, seed=seed))
 
@@ -66,7 +68,7 @@ def by_name(trajectories):
     return {t.request_id: t for t in trajectories}
 
 
-@partial(jax.jit, static_argnums=(0, 5))
+@partial(jax.jit, static_argnums=0)
 def _score(cfg, params, tokens, length, routes, temperature):
     segments = (jnp.arange(tokens.shape[1]) < length).astype(jnp.int32)[None]
     out = model.forward(params, cfg, tokens, segments, routed_experts=routes)
@@ -112,7 +114,7 @@ def test_log_probs_and_routes_are_those_of_a_full_forward(engine, params, temper
 
 def test_dense_policies_report_no_routes():
     params = model.init_params(jax.random.key(0), DENSE, dtype="float32")
-    (t,) = LocalEngine(DENSE, params, **SHAPE).generate([request("a")])
+    (t,) = LocalEngine(DENSE, params, **LEAN).generate([request("a")])
     assert t.routed_experts is None
     np.testing.assert_allclose(t.log_probs, score(params, t, cfg=DENSE)[0], atol=1e-5)
 
@@ -205,19 +207,20 @@ def swap_after(engine, params, version, requests, dispatches):
     yield None
 
 
+@jax.jit
+def _feed(params, cache, token, position):
+    out = model.extend(params, CFG, cache, token[None, None], position[None], jnp.ones(1, jnp.int32))
+    return out.cache, jax.nn.log_softmax(model.logits(params, CFG, out.hidden[0, 0]))
+
+
 def cached_reference(stages, trajectory):
     """Log-probs of a response whose tokens are fed one by one to a cache, with the weights of each token's version."""
-
-    @jax.jit
-    def feed(params, cache, token, position):
-        out = model.extend(params, CFG, cache, token[None, None], position[None], jnp.ones(1, jnp.int32))
-        return out.cache, jax.nn.log_softmax(model.logits(params, CFG, out.hidden[0, 0]))
 
     ids = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
     P, cache, log_probs = len(trajectory.prompt_ids), model.init_cache(CFG, 1, SHAPE["max_len"], "float32"), []
     for position, token in enumerate(ids[:-1]):
         version = int(trajectory.policy_versions[max(0, position + 1 - P)])
-        cache, distribution = feed(stages[version], cache, jnp.int32(token), jnp.int32(position))
+        cache, distribution = _feed(stages[version], cache, jnp.int32(token), jnp.int32(position))
         log_probs.append(float(distribution[ids[position + 1]]))
     return np.array(log_probs[P - 1 :], np.float32)
 
@@ -272,7 +275,7 @@ def test_abort_ends_responses_with_what_they_have(engine, everything):
 
 
 def test_selection_noise_is_undone_by_replay_and_only_by_replay(params):
-    engine = LocalEngine(CFG, params, selection_noise=0.5, **SHAPE)
+    engine = LocalEngine(CFG, params, selection_noise=0.5, **LEAN)
     requests = [request(f"r{n}", n, seed=n) for n in (1, 5, 9)]
     trajectories = list(engine.generate(requests))
     flipped = 0
@@ -289,7 +292,7 @@ def test_selection_noise_is_undone_by_replay_and_only_by_replay(params):
 
 
 def test_bfloat16_engine_reports_float32_log_probs_of_its_own_distribution(params):
-    engine = LocalEngine(CFG, params, dtype="bfloat16", **SHAPE)
+    engine = LocalEngine(CFG, params, dtype="bfloat16", **LEAN)
     (t,) = engine.generate([request("a")])
     assert t.log_probs.dtype == np.float32
     difference = np.abs(t.log_probs - score(params, t)[0])
