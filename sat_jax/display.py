@@ -28,8 +28,8 @@ _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("reward", "rollout/reward_mean", "{:.3f}"),
     ("accuracy", "rollout/accuracy", "{:.1%}"),
-    ("d_bar", "train/d_bar", "{:.4f}"),
-    ("q", "sat/q", "{:.4f}"),
+    ("d_bar", "train/d_bar", "{:.3g}"),
+    ("q", "sat/q", "{:.3g}"),
     ("gate", "sat/gate_rate", "{:.1%}"),
     ("intercept", "sat/intercept_rate", "{:.2%}"),
     ("clip", "train/clip_fraction", "{:.1%}"),

@@ -264,6 +264,8 @@ def bars(
     middle, half = (centres[0] + centres[-1]) / 2, max(3.0 * step, (centres[-1] - centres[0]) / 2 + 0.7 * step)
     left = middle - half if low is None else max(low, middle - half)
     axes.set_xlim(left, left + 2 * half)
+    if len(centres) <= 9 and low is None:
+        axes.set_xticks(centres)
     percent_axis(axes)
 
 
@@ -281,17 +283,25 @@ def ticks(integer: bool = False, most: int = 5) -> MaxNLocator:
 
 
 def limit_to_usual(axes: Axes, values: np.ndarray) -> None:
-    """From zero to a little above nearly all values: the first step compiles, and must not flatten all the others."""
+    """From zero to five times the median at most: the first step compiles, and must not flatten all the others."""
     if len(values):
-        axes.set_ylim(0, 1.2 * float(np.quantile(values, 0.98)))
+        axes.set_ylim(0, 1.1 * float(values[values <= 5 * np.median(values)].max()))
 
 
 def log_scale_if_wide(axes: Axes) -> None:
-    """A logarithmic axis where the lines span more than a factor of 30 and nothing is negative."""
+    """A logarithmic axis where the lines span more than a factor of 30 and nothing is negative.
+
+    Values below a three-hundredth of the median fall off its lower end: at lag 0 a mismatch is rounding error, seven
+    decades below all that follows.
+    """
     values = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.lines] or [np.zeros(0)])
     positive = values[values > 0]
-    if len(positive) and (values >= 0).all() and positive.max() > 30 * positive.min():
+    if not len(positive) or (values < 0).any():
+        return
+    shown = positive[positive >= np.median(positive) / 300]
+    if shown.max() > 30 * shown.min():
         axes.set_yscale("log")
+        axes.set_ylim(shown.min() / 1.3, shown.max() * 1.3)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 

@@ -201,7 +201,13 @@ def _tiles(run: Run) -> str:
         tiles.append(("best evaluation", f"{result.best:.3f}", f"at step {result.best_step}; {fall}"))
     done = int(run.steps[-1]) if len(run.steps) else 0
     planned = run.setting("steps")
-    tiles.append(("learner steps", f"{done:,}", f"of {planned:,}; {_wall_time(run)}" if planned else _wall_time(run)))
+    tiles.append(
+        (
+            "learner steps",
+            f"{done:,}",
+            (f"of {planned:,}; " if planned else "") + f"{_wall_time(run)} from the first to the last",
+        )
+    )
     tiles.append(("tokens sampled per second", _median(run, "rollout/tokens_per_s"), "median over steps"))
     d_bar = _recent(run, "train/d_bar")
     tiles.append(

@@ -141,7 +141,7 @@ def _number(value: Any, sign: bool = False) -> str:
         return f"{len(value)} values"
     if value is None:
         return "none"
-    return f"{value:+.3g}" if sign else f"{value:.3g}"
+    return f"{value:+.3g}" if sign and value else f"{value:.3g}"
 
 
 def _visible(token: str) -> str:

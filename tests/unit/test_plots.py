@@ -114,6 +114,26 @@ def test_continuous_rewards_are_binned(tmp_path: Path) -> None:
     assert sum(bar.get_height() for bar in top.patches) == pytest.approx(1)
 
 
+def test_rounding_error_of_the_first_step_does_not_stretch_the_mismatch_axis(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(1, 41):
+            writer.log(step, {"train/d_bar": 3e-7 if step == 1 else 0.2, "sat/q": 3e-7 if step == 1 else 0.01 * step})
+    top, bottom = plots.mismatch([read_run(tmp_path)]).axes
+    assert top.get_yscale() == "linear"
+    assert bottom.get_yscale() == "linear" or bottom.get_ylim()[0] > 1e-4
+
+
+def test_compilation_in_the_first_step_does_not_flatten_the_others(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(1, 11):
+            times = {"perf/step_time_s": 30.0 if step == 1 else 0.3, "perf/rollout_wait_s": 0.1}
+            writer.log(step, {"perf/tokens_per_s": 100.0, **times})
+    _, bottom = plots.throughput([read_run(tmp_path)]).axes
+    assert 0.4 <= bottom.get_ylim()[1] <= 1.0
+
+
 def test_binning_keeps_spikes_and_the_mean() -> None:
     steps, values = np.arange(10_000), np.zeros(10_000)
     values[1234] = 100.0
