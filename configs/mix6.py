@@ -56,3 +56,78 @@ def _mix6(method: str) -> ExperimentConfig:
         warm_start=WarmStartConfig(steps=500, batch_size=128, lr=2e-3),
         evaluation=EvaluationConfig(source="toy:sort6/test?size=128", problems=128, k=8, interval=25),
     )
+
+
+def mix6_sync() -> ExperimentConfig:
+    """The default without asynchrony: lag 0, every clip idle."""
+    base = mix6()
+    return replace(base, name="mix6-sync", rollout=replace(base.rollout, regime="sync"))
+
+
+def mix6_free_running() -> ExperimentConfig:
+    """Threads run freely; weights are swapped in while responses are being decoded. Does not repeat by seed."""
+    base = mix6()
+    return replace(base, name="mix6-free-running", rollout=replace(base.rollout, regime="async", overlap=True))
+
+
+# The other rows of the paper's Table 1: the same run, another loss or forward pass.
+
+
+def mix6_grpo() -> ExperimentConfig:
+    """PPO's clip on token ratios."""
+    return _mix6("grpo")
+
+
+def mix6_gspo() -> ExperimentConfig:
+    """PPO's clip on the sequence ratio."""
+    return _mix6("gspo")
+
+
+def mix6_grpo_r3() -> ExperimentConfig:
+    """GRPO with routing replay."""
+    return _mix6("grpo-r3")
+
+
+def mix6_gspo_r3() -> ExperimentConfig:
+    """GSPO with routing replay."""
+    return _mix6("gspo-r3")
+
+
+def mix6_grpo_tis() -> ExperimentConfig:
+    """GRPO with truncated importance sampling."""
+    return _mix6("grpo-tis")
+
+
+def mix6_gspo_tis() -> ExperimentConfig:
+    """GSPO with truncated importance sampling."""
+    return _mix6("gspo-tis")
+
+
+def mix6_grpo_tis_r3() -> ExperimentConfig:
+    """GRPO with truncated importance sampling and routing replay."""
+    return _mix6("grpo-tis-r3")
+
+
+def mix6_gspo_tis_r3() -> ExperimentConfig:
+    """GSPO with truncated importance sampling and routing replay."""
+    return _mix6("gspo-tis-r3")
+
+
+def mix6_dppo() -> ExperimentConfig:
+    """GRPO with DPPO's total-variation mask."""
+    return _mix6("dppo")
+
+
+def mix6_sat_grpo() -> ExperimentConfig:
+    """SAT on token ratios."""
+    return _mix6("sat-grpo")
+
+
+def mix6_sat_gspo() -> ExperimentConfig:
+    """SAT on the sequence ratio, without routing replay."""
+    return _mix6("sat-gspo")
+
+
+def mix6_sat_grpo_r3() -> ExperimentConfig:
+    """SAT on token ratios with routing replay."""
+    return _mix6("sat-grpo-r3")

@@ -25,9 +25,13 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("sat_jax.commands.train:main", "asynchronous RL of a policy; without CONFIG, the embedded default"),
+    "train": Command(
+        "sat_jax.commands.train:main", "asynchronous RL of a policy; without CONFIG, the embedded default"
+    ),
     "eval": Command("sat_jax.commands.evaluate:main", "avg@k and pass@k of a checkpoint or Hugging Face folder"),
     "report": Command("sat_jax.commands.report:report", "one self-contained HTML page from run folders"),
+    "data": Command("sat_jax.commands.data:data", "what a prompt source holds: schema, counts, lengths, one example"),
+    "grade": Command("sat_jax.commands.data:grade", "grades the responses in a JSONL file"),
     "methods": Command("sat_jax.commands.losses:methods", "every named method: its rules, its source"),
 }
 
@@ -106,7 +110,8 @@ def _wrong_use(prog: str, message: str) -> int:
 
 
 def _is_users_mistake(error: BaseException) -> bool:
-    """Whether the error was raised on purpose by this package's own checks, or by the file system on a path it was given.
+    """Whether the error was raised on purpose by this package's own checks, or by the file system on a path it was
+    given.
 
     Everything else is a defect and keeps its traceback. ``SAT_JAX_TRACEBACK=1`` keeps every traceback.
     """

@@ -1,0 +1,133 @@
+"""The command line: what is understood, and how a mistake is answered (one line, status 2, nothing written)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sat_jax.cli import COMMANDS, main
+from sat_jax.commands.train import parse_options
+from sat_jax.config import ExperimentConfig, config_functions, load_config
+from sat_jax.records import from_dict, to_dict
+
+
+def _mistake(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"  {name}" in out
+
+
+def test_a_misspelt_command_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no command 'trian'; did you mean 'train'?" in _mistake(capsys, "trian")
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    assert stop.value.code in (0, None)
+    assert "--help" in capsys.readouterr().out
+
+
+def test_overrides_are_dotted_paths() -> None:
+    options = parse_options(
+        ["--loss.sat.alpha", "0.95", "--loss.kl_loss_coef=0.01", "--steps", "7", "--rollout.overlap", "True"]
+    )
+    config = options.config
+    assert config.name == "mix6"
+    assert (config.loss.sat.alpha, config.loss.kl_loss_coef, config.steps) == (0.95, 0.01, 7)
+    assert config.rollout.overlap
+    assert options.out is None
+
+
+@pytest.mark.parametrize("args", [["mix6_grpo", "--steps", "3"], ["--steps", "3", "mix6_grpo"]])
+def test_the_configuration_may_stand_first_or_last(args: list[str]) -> None:
+    config = parse_options(args).config
+    assert config.loss.name == "grpo"
+    assert config.steps == 3
+
+
+def test_a_configuration_file_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import replace\n"
+        "from sat_jax.config import ExperimentConfig, load_config\n"
+        "def half() -> ExperimentConfig:\n"
+        "    return replace(load_config('mix6'), name='half', steps=100)\n"
+    )
+    assert parse_options([f"{file}:half"]).config.steps == 100
+    with pytest.raises(ValueError, match=r"no configuration 'hlaf'; did you mean 'half'\?"):
+        load_config(f"{file}:hlaf")
+    with pytest.raises(ValueError, match="no configuration file"):
+        load_config(f"{tmp_path}/other.py:half")
+
+
+@pytest.mark.parametrize("name", sorted(config_functions()))
+def test_every_named_configuration_survives_json(name: str) -> None:
+    config = load_config(name)
+    assert from_dict(ExperimentConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--loss.sat.alhpa", "0.9"], "no field '--loss.sat.alhpa'; did you mean 'loss.sat.alpha'?"),
+        (["--stepz", "3"], "no field '--stepz'; did you mean 'steps'?"),
+        (["mix7"], "no configuration 'mix7'; did you mean 'mix6'?"),
+        (["--steps", "three"], "--steps"),
+        (["--steps", "0"], "steps = 0: must be at least 1"),
+        (["--rollout.regime", "fixd_delay"], "fixed_delay"),
+        (["--rollout.n_samples_per_prompt", "1"], "a group of one has no baseline"),
+        (["--rollout.fixed_delay", "30"], "max_staleness = 16 drops them"),
+        (["--rollout.queue_groups", "40"], "cannot hold a lag of 8"),
+        (["--rollout.regime", "interval", "--rollout.update_weights_interval", "40"], "run out of room"),
+        (["--sampling.top_p", "0.9"], "a truncated support is not replayed"),
+        (["--sampling.temperature", "0"], "greedy decoding explores nothing"),
+        (["--learner.micro_batches", "7"], "does not divide the 256 rows"),
+        (["--loss.sat.alpha", "1.5"], "alpha"),
+        (["--loss.eps_low", "-1"], "eps_low"),
+        (["mix6", "mix6_grpo"], "one CONFIG at most"),
+        (["--resume"], "--resume needs --out"),
+        (["--prompts", "nowhere.jsonl"], "no policy: give --model HF_DIR"),
+        (["--model", "nowhere"], "no prompts: give --prompts FILE"),
+    ],
+)
+def test_a_mistake_is_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in _mistake(capsys, "train", *args)
+
+
+def test_an_existing_run_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    assert "holds another run" in _mistake(capsys, "train", "--out", str(run))
+    assert (run / "config.json").read_text() == "{}"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("dear")
+    assert "is not empty" in _mistake(capsys, "train", "--out", str(other))
+    assert "is a file" in _mistake(capsys, "train", "--out", str(other / "thesis.tex"))
+    assert "holds no run to resume" in _mistake(capsys, "train", "--resume", "--out", str(other))
+    assert "is damaged" in _mistake(capsys, "train", "--resume", "--out", str(run))
+    assert "leave out 'mix6'" in _mistake(capsys, "train", "mix6", "--resume", "--out", str(run))
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> int:
+        raise KeyError("a defect, not a user's mistake")
+
+    monkeypatch.setattr("sat_jax.commands.report.report", broken)
+    with pytest.raises(KeyError):
+        main(["report"])
