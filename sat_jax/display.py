@@ -241,7 +241,7 @@ def summary_table(run: Run) -> Table:
     table.add_row("learner steps", f"{run.steps[-1] if len(run.steps) else 0}")
     _, d_bar = run.series("train/d_bar")
     if len(d_bar):
-        table.add_row("mismatch d_bar", f"{d_bar[-max(1, len(d_bar) // 10) :].mean():.4f} over the last tenth")
+        table.add_row("mismatch d_bar", f"{d_bar[-max(1, len(d_bar) // 10) :].mean():.3g} over the last tenth")
     _, q = run.series("sat/q")
     eps = run.setting("loss.eps_high")
     if len(q) and eps is not None:

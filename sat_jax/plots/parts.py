@@ -211,6 +211,8 @@ def panel(
         axes.yaxis.set_major_locator(ticks(integer=counted))
         if counted:
             axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
+        else:
+            _widen_if_flat(axes)
         if len(runs) > 1 and len(series) > 1:
             styles = zip(series, LINE_STYLES, strict=False)
             _legend(axes, [Line2D([], [], color=MUTED, linestyle=style, label=label) for (_, label), style in styles])
@@ -219,6 +221,14 @@ def panel(
     axes.set_yticks([])
     axes.grid(visible=False)
     axes.text(0.5, 0.5, f"not logged: {names}", transform=axes.transAxes, ha="center", va="center", color=MUTED)
+
+
+def _widen_if_flat(axes: Axes) -> None:
+    """A constant gets a tenth of itself on either side; the last digits of its running mean are no news."""
+    low, high = axes.dataLim.intervaly
+    if high - low <= 1e-6 * abs(high):
+        margin = 0.1 * abs(high) or 0.05
+        axes.set_ylim(low - margin, high + margin)
 
 
 def bars(

@@ -211,7 +211,7 @@ def _tiles(run: Run) -> str:
     tiles.append(("tokens sampled per second", _median(run, "rollout/tokens_per_s"), "median over steps"))
     d_bar = _recent(run, "train/d_bar")
     tiles.append(
-        ("mismatch d̄", "–" if d_bar is None else f"{d_bar:.4f}", "mean |log ratio| in nats, last tenth of the run")
+        ("mismatch d̄", "–" if d_bar is None else f"{d_bar:.3g}", "mean |log ratio| in nats, last tenth of the run")
     )
     tiles.append(("SAT can act at", *_window(run)))
     lag, oldest = _recent(run, "async/staleness_mean"), run.series("async/staleness_max")[1]
@@ -236,8 +236,10 @@ def _window(run: Run) -> tuple[str, str]:
     """Share of steps at which SAT could act, and where the last tenth of the run stands."""
     _, q = run.series("sat/q")
     eps = run.setting("loss.eps_high")
+    if not len(run.steps):
+        return "–", "no steps yet"
     if not len(q) or eps is None:
-        return "–", "not logged: sat/q (the method has no SAT)" if not len(q) else "config has no loss.eps_high"
+        return "–", "sat/q is not logged: a method without SAT" if not len(q) else "config has no loss.eps_high"
     active = np.array([sat_window(value, eps).startswith("active") for value in q])
     recent = float(np.median(q[-max(1, len(q) // 10) :]))
     return f"{100 * active.mean():.0f}% of steps", f"lately {sat_window(recent, eps)}"
@@ -266,7 +268,7 @@ def _comparison(runs: Sequence[Run]) -> str:
         cells = [
             f"{int(run.steps[-1]) if len(run.steps) else 0:,}",
             *(["no evaluations yet", "", "", ""] if result is None else _outcome_cells(result)),
-            "–" if d_bar is None else f"{d_bar:.4f}",
+            "–" if d_bar is None else f"{d_bar:.3g}",
             _window(run)[0],
             _median(run, "rollout/tokens_per_s"),
             _wall_time(run),

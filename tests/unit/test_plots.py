@@ -124,6 +124,16 @@ def test_rounding_error_of_the_first_step_does_not_stretch_the_mismatch_axis(tmp
     assert bottom.get_yscale() == "linear" or bottom.get_ylim()[0] > 1e-4
 
 
+def test_a_constant_is_a_flat_line_in_the_middle(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(1, 101):
+            writer.log(step, {"train/kl_loss": 0.1, "train/entropy": 0.0})
+    kl, entropy, _ = plots.optimisation([read_run(tmp_path)]).axes
+    assert kl.get_ylim() == pytest.approx((0.09, 0.11))
+    assert entropy.get_ylim()[0] < 0 < entropy.get_ylim()[1]
+
+
 def test_compilation_in_the_first_step_does_not_flatten_the_others(tmp_path: Path) -> None:
     write_config(tmp_path)
     with MetricsWriter(tmp_path, tensorboard=False) as writer:

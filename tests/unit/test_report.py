@@ -116,7 +116,7 @@ def test_an_empty_run_says_what_is_missing(tmp_path: Path) -> None:
 def test_a_run_without_sat_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sat_jax.report.page.PANELS", [panel for panel in PANELS if panel.title == "SAT radii"])
     text = Page(render([read_run(make_run(tmp_path, sat=False, steps=10))])).text
-    assert "the method has no SAT" in text
+    assert "a method without SAT" in text
     assert "not logged: sat/eps_low_mean, sat/eps_high_mean, sat/c_low_min, sat/c_high_min" in text
 
 
