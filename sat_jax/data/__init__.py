@@ -1,1 +1,20 @@
 """Prompts in, batches out: sources, tokenizer, chat templates, the order of prompts, packing."""
+
+from sat_jax.data.batching import Routes, make_batch, make_sft_batch, width_buckets
+from sat_jax.data.pipeline import PromptStream, Ticket
+from sat_jax.data.prompts import PromptOptions, PromptReport, PromptSet, load_prompts
+from sat_jax.data.tokenizer import Tokenizer
+
+__all__ = [
+    "PromptOptions",
+    "PromptReport",
+    "PromptSet",
+    "PromptStream",
+    "Routes",
+    "Ticket",
+    "Tokenizer",
+    "load_prompts",
+    "make_batch",
+    "make_sft_batch",
+    "width_buckets",
+]

@@ -11,8 +11,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import grain
-
 from sat_jax.types import Prompt
 
 
@@ -55,6 +53,8 @@ class PromptStream(Iterator[Ticket]):
         self._prompts = prompts
         self._seed, self._shuffle = seed, shuffle
         self._fingerprint = hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16]
+        import grain  # here, for it takes most of a second, and looking at data needs no order
+
         order = grain.MapDataset.range(len(prompts))
         self._order = (order.shuffle(seed=seed) if shuffle else order).repeat()
         self._next = 0

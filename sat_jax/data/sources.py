@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import urllib.parse
 from collections.abc import Iterator
@@ -92,7 +93,8 @@ def _tfds_rows(rest: str) -> Iterator[Row]:
         "tensorflow_datasets", "tensorflow-datasets", f"for tfds:{rest}", "pip install tensorflow-datasets"
     )
     try:
-        source = tfds.data_source(name, split=split)
+        # TFDS itself reads the variable once, when it is imported.
+        source = tfds.data_source(name, split=split, data_dir=os.environ.get("TFDS_DATA_DIR"))
     except Exception as error:  # TFDS raises its own and the network's errors, all meaning the same to the user
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(

@@ -277,7 +277,8 @@ class _Worker:
         except (EOFError, OSError) as error:
             raise ValueError(f"reward worker for {self._arguments[0]} did not start: {self.last_words()}") from error
         if state != "ready":
-            raise ValueError(message)
+            hint = f"; it had {self._arguments[2]} MiB, see memory_mb" if "MemoryError" in message else ""
+            raise ValueError(message + hint)
 
     def send(self, jobs: Sequence[bytes]) -> None:
         """Hand over pickled jobs; ``OSError`` where the process is gone."""

@@ -233,7 +233,7 @@ def test_tfds_rows_become_plain_python(plain_tokenizer: Tokenizer, monkeypatch: 
     module = types.ModuleType("tensorflow_datasets")
     asked: list[tuple[str, str]] = []
 
-    def data_source(name: str, split: str) -> list[dict[str, Any]]:
+    def data_source(name: str, split: str, data_dir: str | None) -> list[dict[str, Any]]:
         asked.append((name, split))
         if split == "nope":
             raise OSError("unknown split\nlong explanation")
@@ -247,6 +247,30 @@ def test_tfds_rows_become_plain_python(plain_tokenizer: Tokenizer, monkeypatch: 
     assert p.metadata == {"tags": ["a", "b"], "level": 3, "solution": "#### 2"}
     with pytest.raises(ValueError, match=r"tfds:gsm8k/nope cannot be opened \(unknown split\)"):
         load_prompts("tfds:gsm8k/nope", plain_tokenizer)
+
+
+def test_tfds_is_read_without_tensorflow(
+    plain_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prepared data set of a registered name, as TFDS lays it out."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    array_record = pytest.importorskip("array_record.python.array_record_module")
+    folder = tmp_path / "gsm8k" / "1.0.0"
+    folder.mkdir(parents=True)
+    features = tfds.features.FeaturesDict({"question": tfds.features.Text(), "answer": tfds.features.Text()})
+    features.save_config(folder)
+    writer = array_record.ArrayRecordWriter(str(folder / "gsm8k-train.array_record-00000-of-00001"), "group_size:1")
+    for i in range(3):
+        writer.write(features.serialize_example({"question": f"{i}+1", "answer": f"#### {i + 1}"}))
+    writer.close()
+    split = {"name": "train", "shardLengths": ["3"], "numBytes": "1"}
+    split["filepathTemplate"] = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
+    info = {"name": "gsm8k", "version": "1.0.0", "fileFormat": "array_record", "splits": [split]}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    prompts = load_prompts("tfds:gsm8k/train", plain_tokenizer)
+    assert [(p.text, p.answer, p.source) for p in prompts] == [(f"{i}+1", str(i + 1), "gsm8k") for i in range(3)]
+    assert "tensorflow" not in sys.modules
 
 
 def test_reasoning_gym_rows(plain_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
