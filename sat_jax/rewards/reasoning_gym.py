@@ -15,7 +15,7 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 def score(prompt: str, response: str, answer: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The task's own score, 0 to 1; ``correct`` where it is full.
 
-    The answer is what the last ``<answer>`` tags enclose, else what a box or "answer is" marks, else the whole response.
+    The answer is what the last ``<answer>`` tags enclose, else what a box or "answer is" marks, else all of it.
 
     Raises:
         ValueError: the prompt does not come from reasoning-gym, or that package is not installed.

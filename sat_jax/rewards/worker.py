@@ -19,7 +19,9 @@ from sat_jax.rewards.functions import Grade, load_reward, run_reward
 def serve(connection: Connection, reward: str, timeout_s: float, memory_mb: int) -> None:
     """Load the reward function, then grade until the connection closes."""
     if memory_mb:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_mb * 2**20, memory_mb * 2**20))
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = memory_mb * 2**20 if most == resource.RLIM_INFINITY else min(memory_mb * 2**20, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
     try:
         function = load_reward(reward)
     except ValueError as error:

@@ -31,10 +31,14 @@ def test_answer_pairs(pair: dict[str, Any]) -> None:
     assert boxed == (pair["should_be_equal"] and pair["id"] not in BOXED_ONLY)
 
 
-def test_nothing_in_an_answer_is_executed() -> None:
-    assert len([pair for pair in PAIRS if pair["kind"] == "injection"]) == 2
-    for path in Path.cwd().iterdir():
-        assert not path.name.startswith("INJECTED")
+def test_nothing_in_an_answer_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    attacks = [pair["prediction"] for pair in PAIRS if pair["kind"] == "injection"]
+    attacks += [r"\boxed{open('x', 'w')}", r"\boxed{exec(\"open('x','w')\")}", r"\boxed{\write18{touch x}}"]
+    assert len(attacks) == 5
+    for attack in attacks:
+        assert verify(attack, "x+1").verdict == "wrong"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
