@@ -7,6 +7,7 @@ response's numbers are laid down where its tokens are.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,12 +38,17 @@ class Routes:
 class _Row:
     """One sequence, ready to be laid down: arrays over its own tokens only."""
 
+    name: str
     tokens: np.ndarray
     n_prompt: int
     log_probs: np.ndarray
     advantage: float
     versions: np.ndarray
     routes: np.ndarray | None
+
+
+_Place = tuple[int, int, int]
+"""Row, first position and segment id of a sequence in the batch."""
 
 
 def width_buckets(longest: int, shortest: int = 64) -> tuple[int, ...]:
@@ -123,7 +129,7 @@ def make_sft_batch(
             )
         zeros = np.zeros(len(target), np.float32)
         tokens = np.concatenate([prompt, target])
-        prepared.append(_Row(tokens, len(prompt), zeros, 1.0, zeros.astype(np.int32), None))
+        prepared.append(_Row(f"example {i}", tokens, len(prompt), zeros, 1.0, zeros.astype(np.int32), None))
     return _assemble(prepared, widths, rows, rows_multiple, None, packing, pad_id)
 
 
@@ -147,50 +153,63 @@ def _prepare(t: Trajectory, advantage: float, routes: Routes | None) -> _Row:
         )
     if not np.isfinite(advantage):
         raise ValueError(f"{name} has advantage {advantage}: it must be finite; was its group graded?")
-    recorded = None if routes is None else _checked_routes(t, name, routes)
-    return _Row(
-        np.concatenate([t.prompt_ids, t.response_ids]), n_prompt, t.log_probs, advantage, t.policy_versions, recorded
-    )
+    recorded = None if routes is None else _recorded_routes(t, name, routes)
+    tokens = np.concatenate([t.prompt_ids, t.response_ids])
+    return _Row(name, tokens, n_prompt, t.log_probs, advantage, t.policy_versions, recorded)
 
 
-def _checked_routes(t: Trajectory, name: str, routes: Routes) -> np.ndarray:
-    """int32 [P + R, L, K]: the recorded experts, the row of the last sampled token added where it is missing."""
+def _recorded_routes(t: Trajectory, name: str, routes: Routes) -> np.ndarray:
+    """int [P + R - 1, L, K]: the experts recorded for every token that was an input.
+
+    The last sampled token never was one: its row may be missing, and is dropped where an engine puts something there.
+    """
     n = len(t.prompt_ids) + len(t.response_ids)
     if t.routed_experts is None:
         raise ValueError(
-            f"{name} comes without routed experts: routing replay needs an engine that reports them; "
-            "switch the replay off or the report on"
+            f"{name} comes without routed experts: routing replay needs an engine that reports them; switch the replay "
+            "off or the report on"
         )
     recorded = np.asarray(t.routed_experts)
-    want = f"[{n - 1} or {n}, {routes.n_layers}, {routes.top_k}]"
     if recorded.ndim != 3 or recorded.shape[1:] != (routes.n_layers, routes.top_k) or len(recorded) not in (n - 1, n):
         raise ValueError(
-            f"{name} has routed experts of shape {list(recorded.shape)}: {want} = (input tokens, "
-            "mixture-of-experts layers, top-k) is needed"
+            f"{name} has routed experts of shape {list(recorded.shape)}: [{n - 1} or {n}, {routes.n_layers}, "
+            f"{routes.top_k}] = (input tokens, mixture-of-experts layers, top-k) is needed"
         )
-    native = recorded == NATIVE_ROUTE
-    ordered = np.sort(recorded, axis=-1)
-    problems = {
-        "is partly filled": native.any(-1) & ~native.all(-1),
-        f"is outside 0..{routes.n_experts - 1}": (~native & ((recorded < 0) | (recorded >= routes.n_experts))).any(-1),
-        "names an expert twice": ~native.all(-1) & (ordered[..., 1:] == ordered[..., :-1]).any(-1),
-    }
-    for problem, where in problems.items():
-        if where.any():
-            token, layer = np.argwhere(where)[0]
-            raise ValueError(
-                f"{name}, token {token}, layer {layer}: expert set {recorded[token, layer].tolist()} {problem}; such "
-                "rows come from a prefix cache or another model, and must not be replayed"
-            )
-    if (silent := native.all(axis=(0, 2))).any():
+    recorded = recorded[: n - 1]
+    if (silent := (recorded[..., 0] == NATIVE_ROUTE).all(0)).any():
         raise ValueError(
             f"{name} has no recorded expert in layer {int(np.argmax(silent))}: this engine does not report that layer "
             "(a fused kernel?); switch routing replay off, or that kernel"
         )
-    missing = np.full((n - len(recorded), routes.n_layers, routes.top_k), NATIVE_ROUTE, np.int32)
-    complete = np.concatenate([recorded.astype(np.int32), missing])
-    complete[-1] = NATIVE_ROUTE  # the last sampled token was never an input, whatever the engine put there
-    return complete
+    return recorded
+
+
+def _check_expert_sets(experts: np.ndarray, prepared: Sequence[_Row], places: Sequence[_Place], routes: Routes) -> None:
+    """Every recorded set is complete, in range and without a double: one look at the whole batch."""
+    columns = np.ascontiguousarray(np.moveaxis(experts, -1, 0))  # numpy is slow along an axis as short as top-k
+    known = columns != NATIVE_ROUTE
+    complete = known.all(0)
+    twice = np.zeros(complete.shape, bool)
+    for i, j in itertools.combinations(range(len(columns)), 2):
+        twice |= columns[i] == columns[j]
+    problems = {
+        "is partly filled": known.any(0) & ~complete,
+        f"is outside 0..{routes.n_experts - 1}": (known & ((columns < 0) | (columns >= routes.n_experts))).any(0),
+        "names an expert twice": complete & twice,
+    }
+    for problem, where in problems.items():
+        if where.any():
+            b, position, layer = np.argwhere(where)[0]
+            i, start = next(
+                (i, start)
+                for i, (row, start, _) in enumerate(places)
+                if row == b and start <= position < start + len(prepared[i].tokens)
+            )
+            raise ValueError(
+                f"{prepared[i].name}, token {position - start}, layer {layer}: expert set "
+                f"{experts[b, position, layer].tolist()} {problem}; such rows come from a prefix cache or another model, "
+                "and must not be replayed"
+            )
 
 
 def _assemble(
@@ -241,11 +260,13 @@ def _assemble(
         arrays["advantages"][b, response] = row.advantage
         arrays["policy_versions"][b, response] = row.versions
         if routes is not None:
-            arrays["routed_experts"][b, whole] = row.routes
+            arrays["routed_experts"][b, start : whole.stop - 1] = row.routes
+    if routes is not None:
+        _check_expert_sets(arrays["routed_experts"], prepared, places, routes)
     return Batch(**arrays)
 
 
-def _first_fit(prepared: Sequence[_Row], width: int) -> tuple[list[tuple[int, int, int]], int]:
+def _first_fit(prepared: Sequence[_Row], width: int) -> tuple[list[_Place], int]:
     """(row, start, segment id) of every sequence, each in the first row with room, and the number of rows."""
     used: list[int] = []
     count: list[int] = []
