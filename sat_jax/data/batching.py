@@ -207,8 +207,8 @@ def _check_expert_sets(experts: np.ndarray, prepared: Sequence[_Row], places: Se
             )
             raise ValueError(
                 f"{prepared[i].name}, token {position - start}, layer {layer}: expert set "
-                f"{experts[b, position, layer].tolist()} {problem}; such rows come from a prefix cache or another model, "
-                "and must not be replayed"
+                f"{experts[b, position, layer].tolist()} {problem}; it comes from a prefix cache or another model; "
+                "never replay it"
             )
 
 
