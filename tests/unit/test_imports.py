@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "run_folder": NOUNS | {"metrics"},
     "plots": NOUNS | {"metrics", "run_folder"},
     "report": NOUNS | {"metrics", "run_folder", "plots"},
-    "display": NOUNS | {"metrics"},
+    "display": NOUNS | {"metrics", "run_folder"},
     "inspection": NOUNS | {"losses", "kernels"},
     "geometry": NOUNS | {"losses", "kernels"},
     "config": NOUNS | {"losses", "model", "data", "rollout"},
