@@ -203,10 +203,10 @@ def read_config(hf_dir: str | Path) -> ModelConfig:
         raise FileNotFoundError(
             f"{folder} is not a folder: give a Hugging Face model folder (config.json, *.safetensors, ...)"
         )
-    cfg = config_from_hf(_read_json(folder / "config.json"), where=str(folder / "config.json"))
+    cfg = config_from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
     generation = folder / "generation_config.json"
     if generation.is_file():
-        extra = _token_ids(_read_json(generation).get("eos_token_id"))
+        extra = _token_ids(read_json(generation).get("eos_token_id"))
         cfg = dataclasses.replace(cfg, eos_token_id=tuple(dict.fromkeys(cfg.eos_token_id + extra)))
     return cfg
 
@@ -325,7 +325,8 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model folder; ``FileNotFoundError`` or ``ValueError`` say what is wrong with it."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the folder is not a Hugging Face model, or was only half written")
     try:

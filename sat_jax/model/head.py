@@ -60,7 +60,8 @@ def token_log_probs(
         cfg: the model.
         hidden: ``[B, T, D]``, after the final norm.
         tokens: int ``[B, T]``.
-        temperature: what the sampler divided its logits by (eq. (1) compares the two policies at the same temperature).
+        temperature: what the sampler divided its logits by (eq. (1) compares the two policies at the same temperature);
+            a constant, no gradient flows to it.
         chunk_size: tokens whose logits are in memory at once: ``chunk_size * V * 4`` bytes. The backward pass makes
             them again.
         with_entropy: also return ``-sum p log p``.
@@ -73,7 +74,11 @@ def token_log_probs(
     before = jnp.pad(hidden[:, :-1], ((0, 0), (0, pad), (0, 0))).reshape(B, chunks, width, D)
     target = jnp.pad(tokens[:, 1:], ((0, 0), (0, pad))).reshape(B, chunks, width)
     log_probs, entropy = _chunked(
-        before.swapaxes(0, 1), head_matrix(params, cfg), target.swapaxes(0, 1), jnp.float32(temperature), with_entropy
+        before.swapaxes(0, 1),
+        head_matrix(params, cfg),
+        target.swapaxes(0, 1),
+        jax.lax.stop_gradient(jnp.float32(temperature)),
+        with_entropy,
     )
 
     def align(x: jax.Array) -> jax.Array:
@@ -102,9 +107,11 @@ def _chunked_forward(
         x, index = args
         scaled = _project(x, matrix) / temperature
         log_z = jax.nn.logsumexp(scaled, axis=-1)
-        chosen = jnp.take_along_axis(scaled, index[..., None], axis=-1)[..., 0]
-        mean = jnp.sum(jnp.exp(scaled - log_z[..., None]) * scaled, axis=-1) if with_entropy else log_z
-        return chosen - log_z, log_z - mean, log_z
+        chosen = jnp.take_along_axis(scaled, index[..., None], axis=-1)[..., 0] - log_z
+        if not with_entropy:
+            return chosen, log_z, log_z
+        log_p = scaled - log_z[..., None]  # summing p log p cancels less than log_z - sum p z
+        return chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), log_z
 
     log_probs, entropy, log_z = jax.lax.map(chunk, (hidden, target))
     return (log_probs, entropy), (hidden, matrix, target, temperature, entropy, log_z)

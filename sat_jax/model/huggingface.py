@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from sat_jax.model.config import ModelConfig, config_to_hf, read_config
+from sat_jax.model.config import ModelConfig, config_to_hf, read_config, read_json
 from sat_jax.model.parameters import Parameter, Params, flatten, parameter_table, unflatten
 
 _STAGING_BYTES = 256 * 2**20
@@ -117,7 +117,7 @@ class _Checkpoint:
         self._open: dict[str, Any] = {}
         index = folder / _INDEX
         if index.is_file():
-            self.files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            self.files = dict(read_json(index).get("weight_map", {}))
         elif (folder / _SINGLE).is_file():
             self.files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
         else:

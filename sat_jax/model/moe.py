@@ -236,7 +236,9 @@ def _dense(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weight
     gate, up, down = experts
     E = gate.shape[0]
     combine = jnp.sum(jnp.where(indices[..., None] == jnp.arange(E), weights[..., None], 0), axis=1)  # [N, E]
-    hidden = jax.nn.silu(jnp.einsum("nd,edf->enf", x, gate)) * jnp.einsum("nd,edf->enf", x, up)
+    # A copy of x for every expert makes these batched matmuls; as "nd,edf" XLA on CPUs transposes the weights first.
+    rows = jnp.broadcast_to(x, (E, *x.shape))
+    hidden = jax.nn.silu(jnp.einsum("end,edf->enf", rows, gate)) * jnp.einsum("end,edf->enf", rows, up)
     hidden = hidden * combine.T[:, :, None]
     return jnp.einsum("enf,efd->nd", hidden, down)
 

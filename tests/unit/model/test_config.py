@@ -1,0 +1,97 @@
+import json
+import shutil
+
+import pytest
+
+from sat_jax import model
+from sat_jax.model.config import LayerRun
+
+from .common import DATA, GOLDEN, LLAMA, MIXED, MOE
+
+
+def raw(name="moe_top4_norm", file="config.json"):
+    return json.loads((DATA / name / file).read_text())
+
+
+@pytest.mark.parametrize("name", ["moe_top4_norm", "moe_mixed_dense", "dense_tied"])
+def test_both_layouts_describe_the_same_model(name):
+    assert model.config_from_hf(raw(name)) == model.config_from_hf(raw(name, "config.transformers5.json"))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_written_configuration_reads_back(name):
+    cfg = model.read_config(DATA / name)
+    assert model.config_from_hf(model.config_to_hf(cfg, "float32")) == cfg
+
+
+@pytest.mark.parametrize("cfg", [MOE, MIXED, LLAMA], ids=["moe", "mixed", "llama"])
+def test_own_configurations_round_trip(cfg):
+    assert model.config_from_hf(model.config_to_hf(cfg, "bfloat16")) == cfg
+
+
+def test_end_of_sequence_ids_of_both_files():
+    assert model.read_config(DATA / "moe_top4_norm").eos_token_id == (482, 480)
+
+
+def test_llama_fills_what_old_configurations_leave_out():
+    hub = model.config_to_hf(LLAMA, "float32")
+    del hub["head_dim"], hub["num_key_value_heads"]
+    cfg = model.config_from_hf(hub)
+    assert (cfg.head_dim, cfg.num_key_value_heads, cfg.qk_norm) == (8, 4, False)
+
+
+def test_runs_group_equal_layers():
+    assert MIXED.moe_layers == (1,)
+    assert MIXED.runs == (
+        LayerRun("layers_0", first=0, length=1, moe=False, first_moe=0),
+        LayerRun("layers_1", first=1, length=1, moe=True, first_moe=0),
+        LayerRun("layers_2", first=2, length=2, moe=False, first_moe=1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architectures": ["Qwen3VLForConditionalGeneration"]}, "'Qwen3VLForConditionalGeneration' is not supported"),
+        ({"architectures": None, "model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
+        ({"model_type": "qwen3"}, "contradicts model_type 'qwen3'"),
+        ({"attn_logit_softcapping": 30.0}, "key 'attn_logit_softcapping' = 30.0 is unknown and may change the maths"),
+        ({"num_expert": 8}, "did you mean 'num_experts'?"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling = "),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, "only rope_type 'default'"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window = 4096 is in use"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "only 'full_attention' is implemented"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not implemented"),
+        ({"num_experts": None}, "lacks num_experts"),
+        ({"hidden_size": "64"}, "hidden_size = '64': expected int"),
+        ({"num_key_value_heads": 3}, "is not a multiple of num_key_value_heads = 3"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 with num_experts = 8"),
+        ({"head_dim": 31}, "head_dim = 31 is odd"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size = 0"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(change, says):
+    with pytest.raises(ValueError) as error:
+        model.config_from_hf(raw() | change)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_null_keys_are_absent_keys():
+    assert model.config_from_hf(raw() | {"attn_logit_softcapping": None}) == model.config_from_hf(raw())
+
+
+def test_missing_and_half_written_folders(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        model.read_config(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        model.read_config(tmp_path)
+    shutil.copy(DATA / "moe_top4_norm" / "config.json", tmp_path)
+    half = (tmp_path / "config.json").read_text()[:100]
+    (tmp_path / "config.json").write_text(half)
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        model.read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds list, not an object"):
+        model.read_config(tmp_path)

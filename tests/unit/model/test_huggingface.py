@@ -1,0 +1,181 @@
+"""Folders in and out: bit-identical round trips, both expert layouts, and what damaged folders say."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from sat_jax import model
+from sat_jax.model import huggingface
+
+from .common import DATA, GOLDEN, LLAMA, MIXED, init, load
+
+
+def same(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+    assert jax.tree.map(lambda x: x.dtype, a) == jax.tree.map(lambda x: x.dtype, b)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A writable copy of the golden mixture model."""
+    return shutil.copytree(DATA / "moe_top4_norm", tmp_path / "model")
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_saving_writes_the_very_tensors_that_were_read(name, tmp_path):
+    cfg, params = load(name)
+    model.save_hf(tmp_path / "out", cfg, params, source=DATA / name)
+    original, written = load_file(DATA / name / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert set(original) == set(written)
+    for key, value in original.items():
+        np.testing.assert_array_equal(value, written[key], err_msg=key)
+    assert model.read_config(tmp_path / "out") == cfg
+    same(model.load_params(tmp_path / "out"), params)
+
+
+@pytest.mark.parametrize("cfg", [MIXED, LLAMA], ids=["mixed", "llama-with-biases"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shards_and_index(cfg, dtype, tmp_path):
+    params = jax.tree.map(lambda x: x.astype(dtype), init(cfg))
+    model.save_hf(tmp_path / "out", cfg, params, max_shard_bytes=8_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2
+    assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
+    same(model.load_params(tmp_path / "out", dtype=dtype), params)
+    same(model.load_params(tmp_path / "out"), jax.tree.map(lambda x: x.astype(jnp.float32), params))
+
+
+def test_fused_experts_of_transformers_5(folder):
+    """gate_up_proj [E, 2F, D] and down_proj [E, D, F] without ``.weight``, beside the transformers 5 config."""
+    cfg, params = load("moe_top4_norm")
+
+    def fuse(tensors):
+        for layer in range(3):
+            base = f"model.layers.{layer}.mlp.experts"
+
+            def pop(name, base=base):
+                return np.stack([tensors.pop(f"{base}.{e}.{name}.weight") for e in range(8)])
+
+            tensors[f"{base}.gate_up_proj"] = np.concatenate([pop("gate_proj"), pop("up_proj")], axis=1)
+            tensors[f"{base}.down_proj"] = pop("down_proj")
+
+    rewrite(folder, fuse)
+    shutil.copy(DATA / "moe_top4_norm" / "config.transformers5.json", folder / "config.json")
+    assert model.read_config(folder) == cfg
+    same(model.load_params(folder), params)
+
+
+def test_side_files_travel_and_weights_do_not(folder, tmp_path):
+    cfg, params = load("moe_top4_norm")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "notes.bin").write_text("x")
+    model.save_hf(tmp_path / "out", cfg, params, source=folder)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        *("config.json", "config.transformers5.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+    ]
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path):
+    cfg, params = load("dense_tied")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "x").write_text("precious")
+    with pytest.raises(FileExistsError, match="not empty"):
+        model.save_hf(tmp_path / "taken", cfg, params)
+    with pytest.raises(ValueError, match=r"final_norm has shape \(3,\), expected \(64,\)"):
+        model.save_hf(tmp_path / "new", cfg, params | {"final_norm": jnp.ones(3)})
+    with pytest.raises(ValueError, match="do not fit the configuration: surplus missing or left over"):
+        model.save_hf(tmp_path / "new", cfg, params | {"surplus": jnp.ones(3)})
+    with pytest.raises(FileNotFoundError):
+        model.save_hf(tmp_path / "new", cfg, params, source=tmp_path / "absent")
+    assert [p.name for p in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_stack_larger_than_the_staging_buffer_is_filled_in_steps(monkeypatch):
+    monkeypatch.setattr(huggingface, "_STAGING_BYTES", 100_000)  # two of three layers of q, less than one of experts
+    same(model.load_params(DATA / "moe_top4_norm"), load("moe_top4_norm")[1])
+
+
+def test_missing_and_left_over_tensors_are_listed(folder):
+    def change(tensors):
+        del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+        tensors["model.layers.1.mlp.shared_expert.up_proj.weight"] = np.zeros((4, 4), np.float32)
+
+    rewrite(folder, change)
+    with pytest.raises(ValueError) as error:
+        model.load_params(folder)
+    assert "missing model.layers.1.mlp.experts.5.up_proj.weight;" in str(error.value)
+    assert "left over model.layers.1.mlp.shared_expert.up_proj.weight:" in str(error.value)
+
+
+def test_wrong_shape_dtype_and_values(folder):
+    name = "model.layers.2.self_attn.k_proj.weight"
+
+    def replace(value):
+        rewrite(folder, lambda tensors: tensors.update({name: value}))
+        with pytest.raises(ValueError) as error:
+            model.load_params(folder)
+        return str(error.value)
+
+    assert f"{name} has shape (32, 64), expected (64, 64)" in replace(np.zeros((32, 64), np.float32))
+    assert f"{name} is stored as I8, expected one of" in replace(np.zeros((64, 64), np.int8))
+    bad = np.zeros((64, 64), np.float32)
+    bad[3, 4] = np.nan
+    assert f"{name} in {folder / 'model.safetensors'} holds NaN or infinity" in replace(bad)
+
+
+def test_truncated_and_missing_shards(folder):
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated or damaged"):
+        model.load_params(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
+        model.load_params(folder)
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match=r"model-00001-of-00002\.safetensors is missing"):
+        model.load_params(folder)
+    save_file({"other": np.zeros(1, np.float32)}, folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"promises 'lm_head\.weight' in model-00001"):
+        model.load_params(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_')
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        model.load_params(folder)
+
+
+def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path):
+    folder = shutil.copytree(DATA / "dense_tied", tmp_path / "model")
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    same(model.load_params(folder), load("dense_tied")[1])
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+    with pytest.raises(ValueError, match="differs from the embedding"):
+        model.load_params(folder)
+
+
+def test_initial_weights_depend_on_key_and_name_alone():
+    a, b = model.init_params(jax.random.key(0), MIXED), model.init_params(jax.random.key(0), LLAMA)
+    np.testing.assert_array_equal(a["embed"], b["embed"])
+    other = model.init_params(jax.random.key(1), MIXED)
+    assert np.abs(a["embed"] - other["embed"]).max() > 0.1
+    std = np.std(a["layers_1"]["mlp"]["gate"])
+    np.testing.assert_allclose(std, MIXED.initializer_range, rtol=0.05)
+    assert (np.asarray(b["layers_0"]["attention"]["q_bias"]) == 0).all()
+    assert (np.asarray(a["final_norm"]) == 1).all()
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), a)
+    assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), model.abstract_params(MIXED))
+    assert model.parameter_count(MIXED) == sum(x.size for x in jax.tree.leaves(a))
