@@ -326,7 +326,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model folder; ``FileNotFoundError`` or ``ValueError`` say what is wrong with it."""
+    """The JSON object in a model folder's file; ``FileNotFoundError`` or ``ValueError`` say what is wrong with it."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the folder is not a Hugging Face model, or was only half written")
     try:

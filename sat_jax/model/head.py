@@ -15,6 +15,7 @@ from flax import struct
 
 from sat_jax.model.config import ModelConfig
 from sat_jax.model.parameters import Params
+from sat_jax.model.sharding import Placement, constrain
 
 
 @struct.dataclass
@@ -37,7 +38,7 @@ def head_matrix(params: Params, cfg: ModelConfig) -> jax.Array:
 
 
 def logits(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """Float32 ``[..., V]`` of ``hidden [..., D]``, accumulated in float32."""
+    """Float32 ``[..., V]`` of ``hidden [..., D]``, accumulated in float32. For single positions: decoding, looking."""
     return _project(hidden, head_matrix(params, cfg))
 
 
@@ -49,6 +50,7 @@ def token_log_probs(
     temperature: float | jax.Array = 1.0,
     chunk_size: int = 1024,
     with_entropy: bool = True,
+    placement: Placement | None = None,
 ) -> TokenLogProbs:
     """Log-probability of every token given those before it, differentiable in ``params`` and ``hidden``.
 
@@ -65,17 +67,19 @@ def token_log_probs(
         chunk_size: tokens whose logits are in memory at once: ``chunk_size * V * 4`` bytes. The backward pass makes
             them again.
         with_entropy: also return ``-sum p log p``.
+        placement: mesh and rules, or None; then the head is gathered over ``fsdp`` once and not in every chunk.
     """
     B, T, D = hidden.shape
     width = max(1, min(chunk_size // B, T - 1))
     chunks = max(1, -(-(T - 1) // width))
     pad = chunks * width - (T - 1)
+    matrix = constrain(head_matrix(params, cfg), ("vocab", None), placement)
     # Chunks run along T, so that rows stay where a mesh has put them.
     before = jnp.pad(hidden[:, :-1], ((0, 0), (0, pad), (0, 0))).reshape(B, chunks, width, D)
     target = jnp.pad(tokens[:, 1:], ((0, 0), (0, pad))).reshape(B, chunks, width)
     log_probs, entropy = _chunked(
         before.swapaxes(0, 1),
-        head_matrix(params, cfg),
+        matrix,
         target.swapaxes(0, 1),
         jax.lax.stop_gradient(jnp.float32(temperature)),
         with_entropy,

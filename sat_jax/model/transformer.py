@@ -255,7 +255,8 @@ def extend(
 
 
 def _embed(params: Params, tokens: jax.Array, options: ForwardOptions) -> jax.Array:
-    x = jnp.take(params["embed"], tokens, axis=0, mode="clip")
+    table = constrain(params["embed"], ("vocab", None), options.placement)  # rows are looked up whole
+    x = jnp.take(table, tokens, axis=0, mode="clip")
     if options.compute_dtype is not None:
         x = x.astype(options.compute_dtype)
     return constrain(x, _HIDDEN, options.placement)

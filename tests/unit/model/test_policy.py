@@ -1,0 +1,79 @@
+"""Three lines for a newcomer: load, look, generate."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from sat_jax.policy import load_policy
+
+from .common import ATOL, DATA
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy(DATA / "moe_top4_norm")
+
+
+def test_looking(policy):
+    g = np.load(DATA / "moe_top4_norm" / "golden.npz")
+    for side in ("right", "left"):
+        ids, mask = g[f"{side}_input_ids"], g[f"{side}_attention_mask"]
+        logits, log_probs = np.asarray(policy.logits(ids, mask)), np.asarray(policy.log_probs(ids, mask))
+        np.testing.assert_allclose(logits, g[f"{side}_logits"], rtol=1e-4, atol=ATOL["moe_top4_norm"])
+        np.testing.assert_allclose(log_probs, g[f"{side}_logprobs"], rtol=1e-4, atol=ATOL["moe_top4_norm"])
+
+
+def test_generating_greedily(policy):
+    """Left-padded prompts of 9 and 5 tokens; the golden run stops at an end-of-sequence token and pads after it."""
+    g = np.load(DATA / "moe_top4_norm" / "greedy.npz")
+    prompts = [ids[mask > 0].tolist() for ids, mask in zip(g["prompt_ids"], g["prompt_mask"], strict=True)]
+    out = policy.generate(prompts, max_new_tokens=32)
+    for i, wanted in enumerate(g["new_ids"]):
+        n = len(out.token_ids[i])
+        assert out.token_ids[i] == wanted[:n].tolist()
+        np.testing.assert_allclose(out.log_probs[i], g["new_logprobs"][i, :n], atol=1e-4)
+        assert out.routed_experts[i].shape == (len(prompts[i]) + n, 3, 4)
+        assert (out.routed_experts[i][-1] == -1).all()
+        assert (out.routed_experts[i][:-1] >= 0).all()
+    assert [len(ids) for ids in out.token_ids] == [1, 32]
+    assert out.finish_reasons == ["stop", "length"]
+
+
+def test_texts_are_encoded_and_decoded(policy):
+    text = "the sum of"
+    out = policy.generate([text], max_new_tokens=4)
+    ids = policy.tokenizer.encode(text)
+    again = policy.generate([ids], max_new_tokens=4)
+    assert out.token_ids == again.token_ids
+    assert out.texts == [policy.tokenizer.decode(out.token_ids[0])]
+
+
+def test_saving_and_loading_gives_the_same_bits(policy, tmp_path):
+    other = load_policy(policy.save(tmp_path / "copy"))
+    ids = np.arange(12).reshape(1, 12)
+    np.testing.assert_array_equal(policy.logits(ids), other.logits(ids))
+    assert other.tokenizer is not None
+    assert other.config == policy.config
+
+
+def test_wrong_use_says_what_to_do(policy, tmp_path):
+    cases = [
+        (lambda: policy.logits([[1, 512]]), "token id 512 lies outside the model's vocabulary of 512"),
+        (lambda: policy.logits([1, 2]), "give integers [B, T]"),
+        (lambda: policy.log_probs([[1, 2]], [[1]]), "attention_mask has shape [1, 1]"),
+        (
+            lambda: policy.logits(np.zeros((1, 4097), np.int32)),
+            "rows of 4097 tokens exceed the model's context of 4096",
+        ),
+        (lambda: policy.generate([]), "give a list with at least one prompt"),
+        (lambda: policy.generate("text"), "give a list with at least one prompt"),
+        (lambda: policy.generate([[1]], max_new_tokens=4096), "the model's context is 4096"),
+    ]
+    for call, says in cases:
+        with pytest.raises(ValueError) as error:
+            call()
+        assert says in str(error.value)
+    folder = shutil.copytree(DATA / "dense_tied", tmp_path / "no-tokenizer")
+    with pytest.raises(ValueError, match="no tokenizer"):
+        load_policy(folder).generate(["text"])

@@ -1,0 +1,79 @@
+"""Meshes of 8 CPU devices against one device, in a process of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from sat_jax import model
+
+from .common import MOE
+from .sharded_main import CASES
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def report():
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    # Compiling is nearly all of the time here; what is compared does not need optimised code.
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "tests.unit.model.sharded_main"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_mesh_equals_one_device(report, name):
+    found = report["meshes"][name]
+    assert found["loss"] < 1e-5
+    assert found["gradient"] < 1e-5
+    assert found["updated"] < 1e-5
+    assert found["agreement"] < 1e-6
+    assert found["routes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("data", 1), ("fsdp", 1 / 8), ("tensor", 1 / 2), ("expert", 1 / 8), ("mixed", 1 / 8)]
+)
+def test_experts_lie_where_the_rules_say(report, name, share):
+    assert report["meshes"][name]["experts_share"] == share
+
+
+def test_fsdp_splits_everything_that_is_large(report):
+    shares = report["meshes"]["fsdp"]["shares"]
+    whole = {name for name, share in shares.items() if share == 1}
+    assert whole == {"layers_0.attention.q_norm", "layers_0.attention.k_norm"}
+
+
+def test_reading_and_making_weights_in_place(report):
+    assert report["loading"] == {"equal": True, "placed": True, "init": True}
+
+
+def test_decoding_on_a_mesh(report):
+    assert report["decoding"] < 1e-5
+
+
+def mesh(**sizes):
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"expert": 3}, "mesh axis 'expert' = 3 does not divide the expert dimension 8 of layers_0.mlp.gate"),
+        ({"tensor": 4}, "mesh axis 'tensor' = 4 does not divide the kv_heads dimension 2 of layers_0.attention.k"),
+        ({"fsdp": 5}, "mesh axis 'fsdp' = 5 does not divide the embed dimension 32 of embed"),
+        ({"model": 2}, "mesh axis 'model' is unknown"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_model(sizes, says):
+    with pytest.raises(ValueError, match=says):
+        model.check_mesh(MOE, mesh(**sizes))
