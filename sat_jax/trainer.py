@@ -222,6 +222,13 @@ class _Run:
             took = time.perf_counter() - began - waited
             before, self.version = self.version, self.version + 1
             queue.trained(groups, self.version)
+            last = self.version == config.steps or self.stop.requested
+            evaluation_due = bool(config.evaluation.interval) and self.version % config.evaluation.interval == 0
+            checkpoint_due = bool(config.checkpoint_interval) and self.version % config.checkpoint_interval == 0
+            settled = time.perf_counter()
+            if last or evaluation_due or checkpoint_due or not config.rollout.overlap:
+                worker.settle(self.version)
+            waited += time.perf_counter() - settled
             metrics |= self._delta_metrics(batch) | rollout_metrics(groups, before)
             now = worker.clock()
             metrics |= self._clock_metrics(batch, queue, waited, took, {k: now[k] - clock[k] for k in now})
@@ -235,11 +242,6 @@ class _Run:
                     f"the gradient of step {self.version} is not finite; the update was withheld and the state saved. "
                     "Look at samples.jsonl and metrics.jsonl of that step before resuming"
                 )
-            last = self.version == config.steps or self.stop.requested
-            evaluation_due = bool(config.evaluation.interval) and self.version % config.evaluation.interval == 0
-            checkpoint_due = bool(config.checkpoint_interval) and self.version % config.checkpoint_interval == 0
-            if last or evaluation_due or checkpoint_due or not config.rollout.overlap:
-                worker.settle(self.version)
             if not self.stop.requested and (evaluation_due or self.version == config.steps):
                 self._evaluate(evaluator, grader, state)
             if checkpoint_due or last or self.stop.requested:

@@ -1,0 +1,5 @@
+"""``python -m sat_jax`` is ``sat-jax``."""
+
+from sat_jax.cli import entry
+
+entry()

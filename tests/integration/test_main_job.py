@@ -1,0 +1,231 @@
+"""The main job from end to end, at the smallest size: files, repeatability, interruption, resume, every regime."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sat_jax import losses
+from sat_jax.config import ExperimentConfig
+from sat_jax.rollout.ledger import audit, read_ledger
+from sat_jax.trainer import INTERRUPTED, Trainer
+from tests.integration.tiny import tiny, variant
+
+# What a clock decides; everything else repeats.
+_TIMED = ("perf/", "rollout/tokens_per_s", "time")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.startswith(_TIMED)} for line in _lines(run / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("main") / "run"
+    assert Trainer(tiny(), run).run() == 0
+    return run
+
+
+def test_the_run_folder_is_what_the_interface_promises(finished: Path) -> None:
+    record = json.loads((finished / "config.json").read_text())
+    assert record["config"]["loss"]["name"] == "sat-gspo-r3"
+    assert set(record["versions"]) == {"sat_jax", "jax", "python"}
+    lines = _lines(finished / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    promised = """train/loss train/pg_loss train/kl_loss train/entropy train/grad_norm train/lr train/clip_fraction train/d_bar
+        train/kl_train_rollout sat/q sat/gate_rate sat/eps_low_mean sat/eps_high_mean sat/c_low_min sat/c_high_min
+        sat/intercept_rate async/staleness_mean async/staleness_max async/queue_groups async/dropped_stale
+        rollout/reward_mean rollout/response_len_mean rollout/truncated_ratio rollout/zero_std_groups rollout/tokens_per_s
+        perf/step_time_s perf/tokens_per_s perf/rollout_wait_s perf/train_wait_s moe/router_agreement""".split()
+    for line in lines:
+        assert set(promised) <= set(line), set(promised) - set(line)
+        assert "nonfinite" not in line
+    evaluations = _lines(finished / "evaluations.jsonl")
+    assert [e["step"] for e in evaluations] == [0, 3, 6]
+    assert all(0 <= e["avg@k"] <= e["pass@k"] <= 1 and e["problems"] == 6 for e in evaluations)
+    samples = _lines(finished / "samples.jsonl")
+    assert len(samples) == 6
+    assert all(len(s["tokens"]) == len(s["log_ratio"]) == len(s["behavior_log_probs"]) for s in samples)
+    assert sorted(p.name for p in (finished / "checkpoints").iterdir() if p.name.isdigit()) == ["3", "6"]
+    assert list((finished / "tensorboard").iterdir())
+    assert "<html" in (finished / "report.html").read_text()
+
+
+def test_every_group_has_one_end(finished: Path) -> None:
+    report = audit(read_ledger(finished / "ledger.jsonl"))
+    assert report.clean
+    assert report.ends["trained"] == 12
+
+
+def test_the_lag_is_the_one_asked_for_and_the_rest_is_sane(finished: Path) -> None:
+    lines = _lines(finished / "metrics.jsonl")
+    assert [line["async/staleness_mean"] for line in lines] == [0, 1, 2, 2, 2, 2]
+    first = lines[0]
+    # At lag 0 in float32 engine and learner are the same function: anything else is a wrong mask, shift or cache.
+    assert first["train/d_bar"] < 1e-5
+    assert first["moe/router_agreement"] == 1.0
+    assert lines[-1]["train/d_bar"] > 1e-3
+
+
+def test_engine_and_learner_agree_on_every_token_at_lag_0(finished: Path) -> None:
+    sample = _lines(finished / "samples.jsonl")[0]
+    assert set(sample["policy_versions"]) == {0}
+    assert np.abs(sample["log_ratio"]).max() < 1e-4
+
+
+def test_a_seed_repeats_and_another_does_not(finished: Path, tmp_path: Path) -> None:
+    again, other = tmp_path / "again", tmp_path / "other"
+    assert Trainer(tiny(), again).run() == 0
+    assert Trainer(variant(seed=1, steps=1), other).run() == 0
+    assert _metrics(again) == _metrics(finished)
+    assert _metrics(other)[0] != _metrics(finished)[0]
+
+
+def test_threads_that_overlap_change_nothing(finished: Path, tmp_path: Path) -> None:
+    config = replace(tiny(), rollout=replace(tiny().rollout, overlap=True))
+    assert Trainer(config, tmp_path / "run").run() == 0
+    # How many groups happened to be waiting is a matter of timing; what was trained on is not.
+    strip = lambda lines: [{k: v for k, v in line.items() if k != "async/queue_groups"} for line in lines]  # noqa: E731
+    assert strip(_metrics(tmp_path / "run")) == strip(_metrics(finished))
+
+
+def test_a_resumed_run_is_the_run(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert Trainer(variant(steps=3), run).run() == 0
+    assert Trainer(tiny(), run, resume=True).run() == 0
+    assert _metrics(run) == _metrics(finished)
+    evaluations = _lines(run / "evaluations.jsonl")
+    assert evaluations == _lines(finished / "evaluations.jsonl")
+    assert audit(read_ledger(run / "ledger.jsonl")).clean
+
+
+def test_a_crash_after_the_checkpoint_loses_nothing(finished: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    run = tmp_path / "run"
+    real = Trainer.__module__
+    log = __import__("sat_jax.metrics", fromlist=["MetricsWriter"]).MetricsWriter.log
+
+    def crash(self: Any, step: int, metrics: Any) -> None:
+        log(self, step, metrics)
+        if step == 5:
+            raise RuntimeError("power failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{real}.MetricsWriter.log", crash)
+        with pytest.raises(RuntimeError, match="power failure"):
+            Trainer(tiny(), run).run()
+    assert Trainer(tiny(), run, resume=True).run() == 0
+    assert _metrics(run) == _metrics(finished)
+    assert audit(read_ledger(run / "ledger.jsonl")).clean
+    assert json.loads((run / "resumes.jsonl").read_text())["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("regime", "lags"),
+    [({"regime": "sync"}, [0, 0, 0, 0]), ({"regime": "interval", "update_weights_interval": 2}, [0, 1, 2, 1])],
+)
+def test_the_other_scheduled_regimes(regime: dict[str, Any], lags: list[int], tmp_path: Path) -> None:
+    config = variant(steps=4, rollout=replace(tiny().rollout, **regime))
+    assert Trainer(config, tmp_path / "run").run() == 0
+    assert [line["async/staleness_mean"] for line in _metrics(tmp_path / "run")] == lags
+
+
+def test_free_running(tmp_path: Path) -> None:
+    rollout = replace(tiny().rollout, regime="async", update_weights_interval=1, overlap=True)
+    assert Trainer(variant(rollout=rollout), tmp_path / "run").run() == 0
+    lines = _metrics(tmp_path / "run")
+    assert len(lines) == 6
+    assert max(line["async/staleness_max"] for line in lines) <= tiny().rollout.max_staleness
+    assert audit(read_ledger(tmp_path / "run" / "ledger.jsonl")).clean
+
+
+@pytest.mark.parametrize("name", ["grpo-tis", "gspo", "dppo"])
+def test_other_methods_of_table_1(name: str, tmp_path: Path) -> None:
+    config = variant(
+        steps=4,
+        loss=losses.method(name),
+        learner=replace(tiny().learner, routing_replay=losses.method_uses_replay(name), micro_batches=2, log_delta=True),
+    )
+    assert Trainer(config, tmp_path / "run").run() == 0
+    last = _metrics(tmp_path / "run")[-1]
+    assert 0 <= last["async/delta_impl"] < 1e-4  # one machine, one precision, no noise: the engine is the learner
+    assert last["async/delta_pi"] > 1e-3
+
+
+def test_routing_replay_undoes_an_engine_that_selects_other_experts(tmp_path: Path) -> None:
+    """Only the selection is perturbed: with the recorded experts learner and engine agree at lag 0, without they do not."""
+    noisy = replace(tiny().rollout, regime="sync", selection_noise=1.0)
+    found = {}
+    for replay in (True, False):
+        run = tmp_path / str(replay)
+        config = variant(steps=1, rollout=noisy, learner=replace(tiny().learner, routing_replay=replay))
+        assert Trainer(config, run).run() == 0
+        found[replay] = _metrics(run)[0]
+    assert found[True]["train/d_bar"] < 1e-5
+    assert found[False]["train/d_bar"] > 1e-2
+    assert found[True]["moe/router_agreement"] == found[False]["moe/router_agreement"] < 0.9
+
+
+def test_ctrl_c_checkpoints_and_says_how_to_resume(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    script = tmp_path / "long.py"
+    script.write_text(
+        "from dataclasses import replace\n"
+        "from sat_jax.config import ExperimentConfig\n"
+        "from tests.integration.tiny import tiny\n"
+        "def long() -> ExperimentConfig:\n"
+        "    return replace(tiny(), steps=100000, evaluation=replace(tiny().evaluation, interval=0))\n"
+    )
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "sat_jax", "train"]
+    process = subprocess.Popen(
+        [*command, f"{script}:long", "--out", str(run)], env=environment, cwd=root, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 240
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 4:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == INTERRUPTED
+    assert f"sat-jax train --resume --out {run}" in out
+    stopped = len(_lines(run / "metrics.jsonl"))
+    more = subprocess.run(
+        [*command, "--resume", "--out", str(run), "--steps", str(stopped + 2)],
+        env=environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert more.returncode == 0, more.stderr
+    assert [line["step"] for line in _lines(run / "metrics.jsonl")] == list(range(1, stopped + 3))
+    # The interrupted run repeats the uninterrupted one as far as both go.
+    strip = ("train/d_bar", "train/loss", "rollout/reward_mean")
+    pairs = zip(_metrics(run), _metrics(finished), strict=False)
+    assert all(a[k] == b[k] for a, b in pairs for k in strip)
+
+
+def test_a_warm_start_needs_demonstrations(tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"question": f"{i}=", "answer": str(i)}) + "\n" for i in range(20)))
+    config: ExperimentConfig = variant(data=replace(tiny().data, source=str(prompts)))
+    with pytest.raises(ValueError, match="warm_start needs demonstrations"):
+        Trainer(config, tmp_path / "run").run()
+    assert not (tmp_path / "run").exists()
