@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from sat_jax.losses.masked import divide, row_max, row_min, row_sum
+from sat_jax.losses.masked import batch_sum, divide, row_max, row_min, row_sum
 from sat_jax.losses.ratios import safe_exp
 
 if TYPE_CHECKING:
@@ -93,14 +93,13 @@ def policy_diagnostics(
         and radii.c_low is not None
         and radii.c_high is not None
     ):
-        c_low, c_high = total(radii.c_low), total(radii.c_high)
         sums |= {
             "sat/gate_rate": total(terms.gate),
             "sat/intercept_rate": total(terms.intercepted),
-            "sat/eps_low_mean": config.eps_low * c_low,
-            "sat/eps_high_mean": config.eps_high * c_high,
-            "sat/c_low_mean": c_low,
-            "sat/c_high_mean": c_high,
+            "sat/eps_low_mean": total(radii.low),
+            "sat/eps_high_mean": total(radii.high),
+            "sat/c_low_mean": total(radii.c_low),
+            "sat/c_high_mean": total(radii.c_high),
         }
         minima["sat/c_low_min"] = row_min(radii.c_low, mask, empty=1)
         minima["sat/c_high_min"] = row_min(radii.c_high, mask, empty=1)
@@ -109,7 +108,8 @@ def policy_diagnostics(
 
 def reduce_metrics(rows: Reductions, tokens: jax.Array) -> dict[str, jax.Array]:
     """Finish the per-row partials of all rows of a batch with ``tokens`` active tokens."""
-    metrics = {name: divide(jnp.sum(x), tokens) for name, x in rows.sums.items() if name != "train/tokens"}
-    metrics["train/tokens"] = jnp.sum(rows.sums["train/tokens"])
-    metrics |= {name: jnp.min(x, initial=1) for name, x in rows.minima.items()}
+    totals = batch_sum(jnp.stack(list(rows.sums.values())))
+    means = dict(zip(rows.sums, divide(totals, tokens), strict=True))
+    means["train/tokens"] = totals[list(rows.sums).index("train/tokens")]
+    metrics = means | {name: jnp.min(x, initial=1) for name, x in rows.minima.items()}
     return metrics | {name: jnp.max(x, initial=0) for name, x in rows.maxima.items()}

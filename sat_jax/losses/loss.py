@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from sat_jax.losses.config import DENOMINATOR_ARRAY, LossConfig
 from sat_jax.losses.diagnostics import Reductions, policy_diagnostics, reduce_metrics
 from sat_jax.losses.inputs import LossInputs, check_shapes
 from sat_jax.losses.kl import kl_estimate
-from sat_jax.losses.masked import Sequences, divide, row_sum, sequences
+from sat_jax.losses.masked import Sequences, batch_sum, divide, row_sum, sequences
 from sat_jax.losses.quantile import order_statistic, rank_from_alpha
 from sat_jax.losses.ratios import clamp_log_ratio, safe_exp, unit_log_ratio
 from sat_jax.losses.rules.base import Mask, Penalty, Radii, Radius, Rule, Token, Weight
@@ -41,7 +40,8 @@ class LossSummary:
 class LossRows:
     """Shares of the rows, already divided by the whole batch's denominators; every leaf has leading axis B.
 
-    Rows of micro-batches are concatenated and then summed once, so the split does not change a bit of the result.
+    Rows of micro-batches are concatenated and then summed once, so the split does not change a bit of the result
+    (``Loss.metrics`` sums them in a fixed order; for a gradient any sum will do).
 
     Attributes:
         loss: float [B]; sums to the loss.
@@ -119,9 +119,9 @@ class Loss:
         """
         summary = self.summarize(inputs)
         rows = self.rows(inputs, summary)
-        return jnp.sum(rows.loss), self.metrics(rows, summary)
+        return batch_sum(rows.loss), self.metrics(rows, summary)
 
-    def summarize(self, inputs: LossInputs, axis_names: Sequence[str] = ()) -> LossSummary:
+    def summarize(self, inputs: LossInputs, axis_names: tuple[str, ...] = ()) -> LossSummary:
         """Denominators and rule summaries of the whole batch; no gradient.
 
         Args:
@@ -150,31 +150,33 @@ class Loss:
         scale = token_scale(config, prepared, summary)
         mask = prepared.mask
 
-        def aggregate(x: jax.Array) -> jax.Array:
-            # Whole rows share one scale: multiply the row's sum, not its tokens.
-            return row_sum(x, mask) * scale[..., 0] if scale.shape[-1] == 1 else row_sum(x * scale, mask)
+        occupied = jnp.any(mask, axis=-1)
 
-        pg_loss = aggregate(terms.loss)
-        loss, kl_loss = pg_loss, jnp.zeros_like(pg_loss)
+        def share(x: jax.Array, coefficient: float = 1.0) -> jax.Array:
+            # Whole rows share one scale: multiply the row's sum, not its tokens. The select comes last on purpose: it
+            # keeps a compiler from fusing the product into a later sum (a fused multiply-add rounds once, not twice),
+            # which it would do for some batch sizes and not for others.
+            total = row_sum(x, mask) * scale[..., 0] if scale.shape[-1] == 1 else row_sum(x * scale, mask)
+            return jnp.where(occupied, total if coefficient == 1 else coefficient * total, 0)
+
+        loss = pg_loss = share(terms.loss)
+        kl_loss, entropy = jnp.zeros_like(pg_loss), None
         if inputs.reference_log_probs is not None:
-            kl_loss = aggregate(self._kl(prepared, inputs.reference_log_probs))
+            kl = self._kl(prepared, inputs.reference_log_probs)
+            kl_loss = share(kl)
             if config.kl_loss_coef > 0:
-                loss = loss + config.kl_loss_coef * kl_loss
-        entropy = None
+                loss = loss + share(kl, config.kl_loss_coef)
         if inputs.entropy is not None:
             entropy = jnp.where(mask, inputs.entropy, 0).astype(pg_loss.dtype)
             if config.entropy_coef > 0:
-                loss = loss - config.entropy_coef * aggregate(entropy)
+                loss = loss - share(entropy, config.entropy_coef)
         diagnostics = policy_diagnostics(config, inputs, prepared, terms, entropy)
         return LossRows(loss, pg_loss, kl_loss, jax.lax.stop_gradient(diagnostics))
 
     def metrics(self, rows: LossRows, summary: LossSummary) -> Metrics:
         """Scalars by name, from the concatenated rows of all micro-batches. Each is a ratio of sums, taken once."""
-        metrics = {
-            "train/loss": jnp.sum(rows.loss),
-            "train/pg_loss": jnp.sum(rows.pg_loss),
-            "train/kl_loss": jnp.sum(rows.kl_loss),
-        }
+        metrics = {"train/loss": batch_sum(rows.loss)}
+        metrics["train/pg_loss"], metrics["train/kl_loss"] = batch_sum(jnp.stack([rows.pg_loss, rows.kl_loss]))
         metrics |= reduce_metrics(rows.diagnostics, summary.tokens)
         if "sat" in summary.rules:
             metrics["sat/q"] = summary.rules["sat"].q
@@ -299,7 +301,7 @@ def token_scale(config: LossConfig, prepared: Prepared, summary: LossSummary) ->
     return divide(one, summary.sequences) / length
 
 
-def _ranker(prepared: Prepared, axis_names: Sequence[str] = (), shards: int = 1) -> Any:
+def _ranker(prepared: Prepared, axis_names: tuple[str, ...] = (), shards: int = 1) -> Any:
     """``(x, alpha) -> quantile`` over the active tokens; with shards, [B, 1]: one quantile for each block of rows."""
     mask = prepared.mask
     rows = mask.shape[0]

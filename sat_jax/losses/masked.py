@@ -14,6 +14,66 @@ def divide(total: chex.Array, count: chex.Array) -> jax.Array:
     return jnp.where(count > 0, total / jnp.maximum(count, 1).astype(jnp.result_type(total)), 0)
 
 
+@jax.custom_jvp
+@jax.jit
+def token_sum(x: chex.Array) -> jax.Array:
+    """Sum over the last axis whose bits depend on the row alone, not on how many rows there are.
+
+    XLA's CPU compiler picks the order of a reduction by the size of the whole array, so the rows of a batch and of a
+    micro-batch would round differently. There, halves are added onto halves instead, which also rounds less: O(log T)
+    times, not O(T). Other platforms reduce row by row anyway.
+    """
+    return jax.lax.platform_dependent(x, cpu=_pairwise, default=_plain_sum)
+
+
+@jax.custom_jvp
+@jax.jit
+def batch_sum(x: chex.Array) -> jax.Array:
+    """Sum over the last axis, the batch's rows, in an order that does not depend on how they were computed.
+
+    On a CPU a loop of its own: fused with the sums over tokens before it, it would be reordered by the micro-batching.
+    """
+    return jax.lax.platform_dependent(x, cpu=_pairwise_loop, default=_plain_sum)
+
+
+@token_sum.defjvp
+def _token_sum_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return token_sum(*primals), jnp.sum(tangents[0], axis=-1)
+
+
+@batch_sum.defjvp
+def _batch_sum_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return batch_sum(*primals), jnp.sum(tangents[0], axis=-1)
+
+
+def _plain_sum(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, axis=-1)
+
+
+def _pairwise(x: jax.Array) -> jax.Array:
+    x, levels = _to_power_of_two(x)
+    for _ in range(levels):
+        x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
+    return jnp.sum(x, axis=-1)
+
+
+def _pairwise_loop(x: jax.Array) -> jax.Array:
+    x, levels = _to_power_of_two(x)
+    width = x.shape[-1]
+
+    def fold(i: jax.Array, x: jax.Array) -> jax.Array:
+        shifted = jnp.concatenate([x, jnp.zeros_like(x)], axis=-1)
+        return x + jax.lax.dynamic_slice_in_dim(shifted, width >> (i + 1), width, axis=-1)
+
+    return jnp.sum(jax.lax.fori_loop(0, levels, fold, x)[..., :1], axis=-1)
+
+
+def _to_power_of_two(x: jax.Array) -> tuple[jax.Array, int]:
+    levels = max(x.shape[-1] - 1, 0).bit_length()
+    padding = (1 << levels) - x.shape[-1] if x.shape[-1] else 0
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]), levels
+
+
 def masked_mean(x: chex.Array, mask: chex.Array) -> jax.Array:
     """Mean of ``x`` over True entries of ``mask`` (same shape); 0 where there is none. float32 or wider."""
     mask = jnp.asarray(mask).astype(bool)
@@ -27,7 +87,7 @@ def row_sum(x: chex.Array, mask: chex.Array) -> jax.Array:
     if x.shape[-1] == 1:
         count = jnp.sum(mask, axis=-1, dtype=jnp.uint32)
         return jnp.where(count > 0, x[..., 0] * count.astype(x.dtype), 0)
-    return jnp.sum(jnp.where(mask, x, 0), axis=-1)
+    return token_sum(jnp.where(mask, x, 0))
 
 
 def row_min(x: chex.Array, mask: chex.Array, empty: float) -> jax.Array:
@@ -69,7 +129,7 @@ class Sequences:
         """Sum of ``x`` [B, T] over the active tokens of each token's sequence."""
         x = jnp.where(self.mask, x, 0)
         if self.index is None:
-            return jnp.sum(x, axis=-1, keepdims=True)
+            return token_sum(x)[..., None]
         return jnp.take_along_axis(_segment_sum(x, self.index), self.index, axis=-1)
 
     def mean(self, x: chex.Array) -> jax.Array:

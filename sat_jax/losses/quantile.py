@@ -8,7 +8,7 @@ a small all-reduce. Every split over devices and micro-batches counts the same t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from decimal import Decimal
 
 import chex
@@ -63,8 +63,9 @@ def rank_from_alpha(count: chex.Array, alpha: float) -> jax.Array:
     return floor + inexact.astype(jnp.uint32)
 
 
+@functools.partial(jax.jit, static_argnames="axis_names")
 def order_statistic(
-    magnitudes: chex.Array, weights: chex.Array, rank: chex.Array, axis_names: Sequence[str] = ()
+    magnitudes: chex.Array, weights: chex.Array, rank: chex.Array, axis_names: tuple[str, ...] = ()
 ) -> jax.Array:
     """The ``rank``-th smallest of non-negative numbers, each counted ``weights`` times.
 
