@@ -5,7 +5,7 @@ loss, metrics = loss_fn(LossInputs(log_probs=..., behavior_log_probs=..., advant
 """
 
 from sat_jax.losses.advantages import AdvantageKind, group_advantages, zero_variance
-from sat_jax.losses.config import LossConfig, rule_names
+from sat_jax.losses.config import Aggregation, LossConfig, rule_names
 from sat_jax.losses.diagnostics import METRIC_REDUCTIONS
 from sat_jax.losses.inputs import LossInputs, check_values
 from sat_jax.losses.loss import Loss, LossRows, LossSummary, make_loss
@@ -17,6 +17,7 @@ __all__ = [
     "METRIC_REDUCTIONS",
     "TABLE_1",
     "AdvantageKind",
+    "Aggregation",
     "Loss",
     "LossConfig",
     "LossInputs",

@@ -1,0 +1,188 @@
+"""The clip geometry of a loss, computed: ``vmap(grad)`` of its own code over a grid of log-ratios. No curve is drawn by
+hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sat_jax.inspection import Inspection
+from sat_jax.losses import LossConfig
+from sat_jax.losses.loss import token_terms
+from sat_jax.losses.masked import one_token
+from sat_jax.losses.ratios import safe_exp
+from sat_jax.losses.rules.base import Token
+from sat_jax.losses.rules.sat import SatSummary
+
+INK, MUTED, POSITIVE, NEGATIVE, ACCENT = "#1f2a37", "#5c6773", "#0072b2", "#d55e00", "#009e73"
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A loss along the log-ratio axis, for one advantage.
+
+    Attributes:
+        log_ratio: [N].
+        objective: [N], what is maximised.
+        gradient: [N], d objective / d log pi: what reaches the parameters.
+    """
+
+    log_ratio: np.ndarray
+    objective: np.ndarray
+    gradient: np.ndarray
+
+
+def token_at(d: jax.Array, advantage: jax.Array, log_mu: jax.Array) -> Token:
+    """The rules' record of a lone token whose policies differ by ``d`` everywhere: pi_l = pi_prox = mu (scalars)."""
+    frozen = jax.lax.stop_gradient(d)
+    ratio = safe_exp(d)
+    return Token(
+        ratio=ratio,
+        frozen_ratio=jax.lax.stop_gradient(ratio),
+        log_ratio=frozen,
+        advantage=advantage,
+        log_prob=log_mu + d,
+        frozen_log_prob=log_mu + frozen,
+        behavior_log_prob=log_mu,
+        implementation=jnp.zeros_like(d),
+        proximal=jnp.zeros_like(d),
+        sequences=one_token(),
+    )
+
+
+def curve(config: LossConfig, advantage: float, mu: float, q: float, span: float = 0.7, points: int = 1401) -> Curve:
+    """Objective and gradient of one token over ``|d| <= span``, the batch's quantile held at ``q``.
+
+    Raises:
+        ValueError: mu outside (0, 1], q negative.
+    """
+    if not 0 < mu <= 1:
+        raise ValueError(f"mu = {mu} is no probability: give the behaviour probability of the token, in (0, 1]")
+    if not q >= 0:
+        raise ValueError(f"q = {q} must not be negative: it is a quantile of |log ratio|; use 0.05")
+    summaries: dict[str, Any] = {"sat": SatSummary(jnp.float32(q), jnp.float32(q))}
+
+    def objective(d: jax.Array) -> jax.Array:
+        # Records are arrays with a token axis; a grid point is a sequence of one.
+        token = token_at(d[None], jnp.full((1,), advantage, d.dtype), jnp.full((1,), np.log(mu), d.dtype))
+        return -token_terms(config, token, summaries).loss[0]
+
+    d = jnp.linspace(-span, span, points, dtype=jnp.float32)
+    value, gradient = jax.jit(jax.vmap(jax.value_and_grad(objective)))(d)
+    return Curve(np.asarray(d), np.asarray(value), np.asarray(gradient))
+
+
+def geometry_figure(config: LossConfig, mu: float = 0.2, q: float = 0.05) -> Figure:
+    """Gradient and objective over the ratio for A = +1 and A = -1, and the gradient over (ratio, mu)."""
+    figure = Figure(figsize=(10.5, 3.4), layout="constrained", facecolor="white")
+    gradient_axes, objective_axes, plane = figure.subplots(1, 3)
+    for advantage, colour in ((1.0, POSITIVE), (-1.0, NEGATIVE)):
+        c = curve(config, advantage, mu, q)
+        ratio = np.exp(c.log_ratio)
+        gradient_axes.plot(ratio, c.gradient, color=colour, label=f"A = {advantage:+.0f}", lw=1.6)
+        objective_axes.plot(ratio, c.objective - c.objective[len(ratio) // 2], color=colour, lw=1.6)
+    for axes, title in (
+        (gradient_axes, "gradient, d objective / d log π"),
+        (objective_axes, "objective − its value at r = 1"),
+    ):
+        _frame(axes, config, title)
+    gradient_axes.legend(frameon=False, fontsize=8)
+
+    mus = np.geomspace(1e-3, 1.0, 61)
+    rows = [curve(config, 1.0, float(m), q, points=301) for m in mus]
+    strength = np.stack([row.gradient for row in rows])
+    limit = float(np.abs(strength).max()) or 1.0
+    mesh = plane.pcolormesh(
+        np.exp(rows[0].log_ratio),
+        mus,
+        strength,
+        cmap="RdBu",
+        vmin=-limit,
+        vmax=limit,
+        shading="nearest",
+        rasterized=True,
+    )
+    plane.set(yscale="log", xlabel="ratio r", ylabel="μ, behaviour probability")
+    plane.set_title("gradient for A = +1", fontsize=9, loc="left", color=INK)
+    feasible = np.minimum(1.0, 1.0 / np.exp(rows[0].log_ratio))
+    plane.plot(np.exp(rows[0].log_ratio), feasible, color=MUTED, lw=0.8, ls=":")
+    plane.set_ylim(mus[0], 1.0)
+    figure.colorbar(mesh, ax=plane)
+    shown = f", q = {q:g}" if "sat" in config.rules else ""
+    figure.suptitle(
+        f"{config.name}: {' + '.join(config.rules)}, unit {config.unit}, μ = {mu:g}{shown}", fontsize=10, color=INK
+    )
+    return figure
+
+
+def batch_figure(inspection: Inspection, config: LossConfig) -> Figure:
+    """Histogram of d with q and the radii, and the (ratio, advantage) plane with the batch's tokens on it."""
+    tokens, q = inspection.tokens, inspection.summary["q"]
+    figure = Figure(figsize=(9.5, 3.8), layout="constrained", facecolor="white")
+    histogram, plane = figure.subplots(1, 2)
+    d = tokens["log_ratio"][np.isfinite(tokens["log_ratio"])]
+    span = max(1.3 * np.log1p(config.eps_high), float(np.quantile(np.abs(d), 0.999)) if d.size else 0.0)
+    histogram.hist(np.clip(d, -span, span), bins=121, range=(-span, span), color=POSITIVE, alpha=0.75)
+    histogram.set(yscale="log", xlabel="d = log ratio", ylabel="active tokens", xlim=(-span, span))
+    lines = [(np.log1p(config.eps_high), INK, "-", "nominal radii")]
+    if config.eps_low < 1:
+        lines.append((np.log1p(-config.eps_low), INK, "-", ""))
+    if q is not None:
+        lines += [(q, NEGATIVE, "--", f"±q = {q:.3g}"), (-q, NEGATIVE, "--", "")]
+    for x, colour, style, label in lines:
+        histogram.axvline(float(x), color=colour, ls=style, lw=1.1, label=label or None)
+    histogram.legend(frameon=False, fontsize=8)
+    histogram.set_title("mismatch of active tokens", fontsize=9, loc="left", color=INK)
+
+    cut, new = tokens["cut"], tokens["intercepted"]
+    dropped = tokens["dropped"] & ~cut
+    for chosen, colour, size, label in (
+        (~cut & ~dropped, MUTED, 4, "keeps its gradient"),
+        (dropped, ACCENT, 6, "dropped by a mask"),
+        (cut & ~new, POSITIVE, 6, "cut by the nominal interval"),
+        (new, NEGATIVE, 9, "newly intercepted by SAT"),
+    ):
+        if chosen.any():
+            few = np.flatnonzero(chosen)[:20_000]
+            x = np.clip(tokens["ratio"][few], np.exp(-span), np.exp(span))
+            text = f"{label} ({int(chosen.sum())})"
+            plane.scatter(x, tokens["advantage"][few], s=size, color=colour, lw=0, alpha=0.7, label=text)
+    for x in (1 - config.eps_low, 1 + config.eps_high):
+        plane.axvline(x, color=INK, lw=1.0)
+    plane.axhline(0, color=MUTED, lw=0.6)
+    plane.set(xlabel="ratio r", ylabel="advantage A")
+    plane.legend(frameon=False, fontsize=7, loc="best")
+    plane.set_title("where the tokens stand", fontsize=9, loc="left", color=INK)
+    figure.suptitle(f"{config.name}: {inspection.summary.get('sat', {}).get('window', '')}", fontsize=9, color=INK)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure; the suffix picks the format.
+
+    Raises:
+        ValueError: an unknown suffix.
+    """
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in known:
+        raise ValueError(f"{path} ends in '{path.suffix}': figures are written as {', '.join(sorted(known))}; use .png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def _frame(axes: Axes, config: LossConfig, title: str) -> None:
+    for x in (1 - config.eps_low, 1 + config.eps_high):
+        axes.axvline(x, color=MUTED, lw=0.8, ls="--")
+    axes.axhline(0, color=MUTED, lw=0.6)
+    axes.axvline(1, color=MUTED, lw=0.4)
+    axes.set_xlabel("ratio r")
+    axes.set_title(title, fontsize=9, loc="left", color=INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,312 @@
+"""What a loss does to a batch that any trainer has dumped: the numbers behind ``sat-jax inspect``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sat_jax import losses
+from sat_jax.losses import LossConfig, LossInputs
+from sat_jax.losses.loss import prepare, rule_summaries, token_terms
+from sat_jax.records import nearest
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "log_probs": ("log_prob", "per_token_logps", "logps", "new_log_probs", "current_log_probs"),
+    "behavior_log_probs": ("rollout_log_probs", "sampling_per_token_logps", "rollout_logps", "inference_log_probs"),
+    "advantages": ("token_advantages",),
+    "loss_mask": ("response_mask", "completion_mask", "loss_masks", "mask"),
+    "segment_ids": (),
+    "reference_log_probs": ("ref_log_prob", "ref_log_probs", "ref_per_token_logps", "ref_logps"),
+    "rollout_policy_log_probs": ("old_log_probs", "old_per_token_logps", "old_logps"),
+    "proximal_log_probs": ("prox_log_probs",),
+}
+"""Our names, and what verl, slime and TRL call the same arrays. ``tool_mask`` (TRL) multiplies the mask."""
+
+REQUIRED = ("log_probs", "behavior_log_probs", "advantages", "loss_mask")
+NOISE = 1e-6
+"""A quantile of |log ratio| below this is float32 rounding, not staleness."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """One batch under one method.
+
+    Attributes:
+        summary: what ``--json`` prints.
+        gradient: [B, T], d loss / d log_probs.
+        tokens: per-token arrays over active tokens: ``ratio, log_ratio, advantage, cut, intercepted, gate``.
+    """
+
+    summary: dict[str, Any]
+    gradient: np.ndarray
+    tokens: dict[str, np.ndarray]
+
+
+def batch_files(path: Path) -> list[Path]:
+    """The file itself, or every ``.npz`` in a directory, sorted by name.
+
+    Raises:
+        ValueError: nothing there.
+    """
+    if path.is_dir():
+        files = sorted(path.glob("*.npz"))
+        if not files:
+            raise ValueError(f"{path} holds no .npz file: dump batches with numpy.savez, one file a batch")
+        return files
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: name an .npz file or a directory of them")
+    return [path]
+
+
+def load_batch(path: Path) -> tuple[LossInputs, list[str]]:
+    """Read and check one dumped batch.
+
+    Returns:
+        the inputs, and notes about names that were translated.
+
+    Raises:
+        ValueError: not an npz, arrays missing (the message lists what is there), shapes or values that cannot be.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            found = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not an .npz archive of plain arrays ({error}): write it with numpy.savez"
+        ) from error
+    arrays, notes = _translate(found, path)
+    mask = arrays["loss_mask"]
+    if "tool_mask" in found and found["tool_mask"].shape == mask.shape:
+        arrays["loss_mask"] = mask * found["tool_mask"]
+        notes.append("loss_mask = completion mask x tool_mask")
+    batch: dict[str, Any] = dict(arrays)
+    inputs = LossInputs(**batch)
+    try:
+        losses.check_values(inputs)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    cast = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32  # type: ignore[attr-defined]  # set by jax at run time
+
+    def to_device(x: np.ndarray) -> jax.Array:
+        return jnp.asarray(x, cast) if np.issubdtype(x.dtype, np.floating) else jnp.asarray(x)
+
+    return jax.tree.map(to_device, inputs), notes
+
+
+def configure(
+    method: str,
+    *,
+    loss_agg_mode: str | None = None,
+    eps_low: float | None = None,
+    eps_high: float | None = None,
+    alpha: float | None = None,
+    exponent: float | None = None,
+    tis_cap: float | None = None,
+    kl_loss_coef: float = 0.0,
+    count_empty_rows: bool = False,
+) -> LossConfig:
+    """A named method with the settings that ``inspect`` and ``geometry`` offer."""
+    config = losses.method(method)
+    given = {"loss_agg_mode": loss_agg_mode, "eps_low": eps_low, "eps_high": eps_high}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    sat: dict[str, Any] = {
+        name: value for name, value in (("alpha", alpha), ("exponent", exponent)) if value is not None
+    }
+    if sat:
+        changes["sat"] = dataclasses.replace(config.sat, **sat)
+    if tis_cap is not None:
+        changes["tis"] = dataclasses.replace(config.tis, cap=tis_cap)
+        changes["tis_reinforce"] = dataclasses.replace(config.tis_reinforce, cap=tis_cap)
+    return dataclasses.replace(config, kl_loss_coef=kl_loss_coef, count_empty_rows=count_empty_rows, **changes)
+
+
+def inspect_batch(config: LossConfig, inputs: LossInputs) -> Inspection:
+    """Loss, gradient, Table 10's diagnostics and where the batch stands in SAT's window."""
+    loss_fn = losses.make_loss(config)
+    value, metrics, gradient, tokens = _evaluate(loss_fn, inputs)
+    twin = _sat_twin(config)
+    summary = {
+        "method": config.name,
+        "rules": list(config.rules),
+        "unit": config.unit,
+        "denominator": config.denominator,
+        "tokens": int(metrics["train/tokens"]),
+        "sequences": int(loss_fn.summarize(inputs).sequences),
+        "loss": value,
+        "d_bar": metrics["train/d_bar"],
+        "q": metrics.get("sat/q"),
+        "gate_rate": metrics.get("sat/gate_rate", 0.0),
+        "eps_low_mean": metrics.get("sat/eps_low_mean", config.eps_low),
+        "eps_high_mean": metrics.get("sat/eps_high_mean", config.eps_high),
+        "c_low_min": metrics.get("sat/c_low_min", 1.0),
+        "c_high_min": metrics.get("sat/c_high_min", 1.0),
+        "c_low_mean": metrics.get("sat/c_low_mean", 1.0),
+        "c_high_mean": metrics.get("sat/c_high_mean", 1.0),
+        "clip_fraction": metrics["train/clip_fraction"],
+        "intercept_rate": metrics.get("sat/intercept_rate", 0.0),
+        "keep_fraction": metrics.get("train/keep_fraction", 1.0),
+        "weight_mean": metrics.get("train/weight_mean", 1.0),
+        "kl_train_rollout": metrics["train/kl_train_rollout"],
+        "kl_loss": metrics["train/kl_loss"],
+        "ratio_max": metrics["train/ratio_max"],
+        "grad_l1": float(np.abs(gradient).sum()),
+    }
+    if twin is not None:
+        without, with_sat = (config, twin) if "sat" not in config.rules else (twin, config)
+        _, _, base_gradient, _ = _evaluate(losses.make_loss(without), inputs)
+        _, sat_metrics, sat_gradient, sat_tokens = _evaluate(losses.make_loss(with_sat), inputs)
+        mass = float(np.abs(base_gradient).sum())
+        lost = float(np.maximum(np.abs(base_gradient) - np.abs(sat_gradient), 0).sum())
+        summary["q"] = sat_metrics["sat/q"]
+        summary["sat"] = {
+            "newly_intercepted_tokens": int(sat_tokens["intercepted"].sum()),
+            "newly_intercepted_gradient_share": lost / mass if mass > 0 else 0.0,
+            "window": window(sat_metrics["sat/q"], config),
+        }
+    return Inspection(summary, gradient, tokens)
+
+
+def window(q: float, config: LossConfig) -> str:
+    """Where a batch stands in the range of q in which SAT can change a gradient (one line).
+
+    A gated token at distance u > q is newly intercepted iff its ratio lies between the contracted and the nominal
+    boundary, ``1 + eps psi(u; q) < exp(u) < 1 + eps`` (and the mirror image below 1).
+    """
+    high = math.log1p(config.eps_high)
+    low = -math.log1p(-config.eps_low) if config.eps_low < 1 else math.inf
+    if q <= 0:
+        return "off: q = 0, so no token is gated; learner and engine agree on most tokens"
+    if q < NOISE:
+        return f"noise: q = {q:.2g} is rounding error, not staleness; sat.q_floor can keep the gate shut"
+    if q >= max(high, low):
+        return f"inert: q = {q:.3g} is beyond log(1 + eps) = {high:.2g} and -log(1 - eps) = {low:.2g}"
+    sides = [
+        (f"d > 0 from {_onset(q, config.eps_high, +1, config.sat.exponent):.3g} to {high:.2g}", q < high),
+        (f"d < 0 from {_onset(q, config.eps_low, -1, config.sat.exponent):.3g} to {low:.2g}", q < low),
+    ]
+    acting = " and ".join(text for text, acts in sides if acts)
+    if not all(acts for _, acts in sides):
+        side, bound = ("upper", high) if q >= high else ("lower", low)
+        return f"half inert: q = {q:.3g} is beyond the {side} boundary's {bound:.2g}; acts on |d| of {acting}"
+    return f"acts: q = {q:.3g}; newly intercepts |d| of {acting}"
+
+
+def _onset(q: float, eps: float, side: int, exponent: float) -> float:
+    """Smallest distance u >= q at which the contracted boundary is crossed; about (eps q^2)^(1/3) for q << eps."""
+
+    def beyond(u: float) -> bool:
+        return abs(math.expm1(side * u)) > eps / (1 + (u / q) ** exponent)
+
+    low, high = q, max(q, 1.0)
+    if beyond(low):
+        return low
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if beyond(middle) else (middle, high)
+    return high
+
+
+def _evaluate(
+    loss_fn: losses.Loss, inputs: LossInputs
+) -> tuple[float, dict[str, float], np.ndarray, dict[str, np.ndarray]]:
+    config = loss_fn.config
+
+    @jax.jit
+    def compute(inputs: LossInputs) -> Any:
+        (value, metrics), gradient = jax.value_and_grad(
+            lambda log_probs: loss_fn(dataclasses.replace(inputs, log_probs=log_probs)), has_aux=True
+        )(inputs.log_probs)
+        prepared = prepare(config, inputs)
+        terms = token_terms(config, prepared.token, rule_summaries(config, prepared, loss_fn.summarize(inputs)))
+        none = jnp.zeros((1, 1), bool)
+        per_token = {
+            "ratio": prepared.token.frozen_ratio,
+            "log_ratio": prepared.token.log_ratio,
+            "advantage": prepared.token.advantage,
+            "cut": terms.cut,
+            "gate": none if terms.gate is None else terms.gate,
+            "intercepted": none if terms.intercepted is None else terms.intercepted,
+            "dropped": none if terms.keep is None else ~terms.keep,
+        }
+        per_token = {k: jnp.broadcast_to(x, inputs.log_probs.shape) for k, x in per_token.items()}
+        return value, metrics, gradient, per_token
+
+    value, metrics, gradient, per_token = jax.device_get(compute(inputs))
+    mask = np.asarray(inputs.loss_mask) != 0
+    return (
+        float(value),
+        {k: float(v) for k, v in metrics.items()},
+        np.asarray(gradient),
+        {k: np.asarray(v)[mask] for k, v in per_token.items()},
+    )
+
+
+def _sat_twin(config: LossConfig) -> LossConfig | None:
+    """The same loss with SAT switched on or off; None where SAT has no interval to contract."""
+    if "sat" in config.rules:
+        return dataclasses.replace(config, rules=tuple(name for name in config.rules if name != "sat"))
+    contractible = config.surrogate.has_interval and ("unclipped" not in config.rules or "spo" in config.rules)
+    return dataclasses.replace(config, rules=(*config.rules, "sat")) if contractible else None
+
+
+def _translate(found: Mapping[str, np.ndarray], path: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+    arrays: dict[str, np.ndarray] = {}
+    notes: list[str] = []
+    for name, aliases in ALIASES.items():
+        for candidate in (name, *aliases):
+            if candidate in found:
+                arrays[name] = found[candidate]
+                if candidate != name:
+                    notes.append(f"{name} = {candidate}")
+                break
+    if "behavior_log_probs" not in arrays and "rollout_policy_log_probs" in arrays:
+        arrays["behavior_log_probs"] = arrays["rollout_policy_log_probs"]
+        notes.append("behavior_log_probs is missing: the recomputed (old) log-probs stand in for the engine's own")
+    for name in REQUIRED:
+        if name not in arrays:
+            raise ValueError(
+                f"{path} has no array '{name}'{nearest(name, found)}; there are: {', '.join(sorted(found)) or 'none'}; "
+                f"also recognised: {', '.join(ALIASES[name]) or 'no other name'}"
+            )
+    return arrays, notes
+
+
+def table_rows(inspections: Sequence[Inspection]) -> list[tuple[str, list[str]]]:
+    """(label, one cell an inspection) of the readable table."""
+    labels = {
+        "tokens": "active tokens",
+        "loss": "loss",
+        "grad_l1": "gradient, L1",
+        "d_bar": "d_bar, mean |log ratio|",
+        "q": "q, alpha-quantile of |d|",
+        "gate_rate": "gate rate",
+        "eps_low_mean": "mean lower radius",
+        "eps_high_mean": "mean upper radius",
+        "c_low_min": "min c_-",
+        "c_high_min": "min c_+",
+        "clip_fraction": "clip fraction",
+        "intercept_rate": "intercept rate",
+        "keep_fraction": "kept by masks",
+        "weight_mean": "mean weight",
+        "ratio_max": "largest ratio",
+        "kl_train_rollout": "KL(engine || learner), k3",
+    }
+    rows = [(text, [_cell(i.summary[key]) for i in inspections]) for key, text in labels.items()]
+    sat = [i.summary.get("sat") for i in inspections]
+    rows.append(("SAT: new intercepts", [_cell(s and s["newly_intercepted_tokens"]) for s in sat]))
+    shares = [s and f"{s['newly_intercepted_gradient_share']:.2%}" for s in sat]
+    rows.append(("SAT: share of gradient", [_cell(share) for share in shares]))
+    return rows
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
