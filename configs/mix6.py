@@ -44,17 +44,17 @@ def mix6() -> ExperimentConfig:
 def _mix6(method: str) -> ExperimentConfig:
     return ExperimentConfig(
         name="mix6" if method == "sat-gspo-r3" else f"mix6-{method}",
-        steps=200,
+        steps=250,
         policy=PolicyConfig(init=POLICY, tokenizer="toy"),
         data=DataConfig(source="toy:sort6/train?size=8192"),
         reward=RewardConfig(function="sat_jax.rewards.toy:exact_match"),
         sampling=SamplingParams(max_new_tokens=8),
         rollout=RolloutConfig(prompts_per_step=32, n_samples_per_prompt=8, regime="fixed_delay", fixed_delay=8),
         loss=replace(losses.method(method), kl_loss_coef=1e-3),
-        optimizer=OptimizerConfig(lr=6e-4),
+        optimizer=OptimizerConfig(lr=1e-4),
         learner=LearnerConfig(routing_replay=losses.method_uses_replay(method)),
         warm_start=WarmStartConfig(steps=500, batch_size=128, lr=2e-3),
-        evaluation=EvaluationConfig(source="toy:sort6/test?size=128", problems=128, k=8, interval=25),
+        evaluation=EvaluationConfig(source="toy:sort6/test?size=128", problems=128, k=8, interval=50),
     )
 
 

@@ -296,6 +296,7 @@ class _Run:
             rollout.max_staleness,
             on_stale=rollout.stale_policy,
             max_groups=rollout.queue_groups or None,
+            last_step=config.steps,
             group_timeout=rollout.group_timeout_s,
             ledger=Ledger(ledger_path),
             version=self.version,

@@ -13,6 +13,7 @@ finish in order; those that did not are caught by ``take``.
 from __future__ import annotations
 
 import bisect
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,6 +58,8 @@ class GroupQueue:
         max_staleness: a group is too old when ``version - oldest token's version`` exceeds this.
         on_stale: ``drop`` ends such a group, ``requeue`` has it generated again, before new prompts.
         max_groups: most groups that may wait or be in flight; None where only the formula above bounds them.
+        last_step: the learner version at which the run ends: no group is started that only a later step could train on.
+            None: the run has no end.
         group_timeout: seconds after which a group in flight fails the run by name, in ``take``; None waits for ever.
         ledger: where changes of state are written.
         version: the learner version at the start. The staleness budget counts from here, so a resumed run gets the room
@@ -73,6 +76,7 @@ class GroupQueue:
         *,
         on_stale: StalePolicy = "drop",
         max_groups: int | None = None,
+        last_step: int | None = None,
         group_timeout: float | None = None,
         ledger: Ledger | None = None,
         version: int = 0,
@@ -86,7 +90,7 @@ class GroupQueue:
         if max_groups is not None and max_groups < groups_per_step:
             raise ValueError(f"queue_groups = {max_groups}: must hold one batch of {groups_per_step} groups; raise it")
         self.groups_per_step, self.max_staleness, self.on_stale = groups_per_step, max_staleness, on_stale
-        self._max_groups, self._group_timeout = max_groups, group_timeout
+        self._max_groups, self._last_step, self._group_timeout = max_groups, last_step, group_timeout
         self._ledger = ledger or Ledger(None)
         self._changed = threading.Condition()
         self._version = self._step = version
@@ -113,6 +117,12 @@ class GroupQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._capacity() > 0, timeout)
             return 0 if self._stopped else self._capacity()
+
+    @property
+    def complete(self) -> bool:
+        """True where every group up to the last step has been generated."""
+        with self._changed:
+            return self._missing() <= 0 and not self._running
 
     def next_batch(self) -> tuple[int, int]:
         """``(step, missing)``: the learner step whose batch is being filled, counting finished and running groups, and
@@ -333,7 +343,13 @@ class GroupQueue:
         room = (self.max_staleness + self._version + 1) * self.groups_per_step - self._accepted - len(self._running)
         if self._max_groups is not None:
             room = min(room, self._max_groups - len(self._ready) - len(self._running))
-        return max(room, 0)
+        return max(min(room, self._missing()), 0)
+
+    def _missing(self) -> int:
+        """Groups that are still to be started before the run's last step has what it needs."""
+        if self._last_step is None:
+            return sys.maxsize
+        return self._last_step * self.groups_per_step - self._accepted - len(self._running)
 
     def _patience(self, n: int, deadline: float | None) -> float | None:
         """Seconds until the next limit is reached; raises where one has been."""

@@ -120,7 +120,9 @@ class RolloutWorker:
         if self._schedule.free_running:
             return
         with self._progress:
-            self._progress.wait_for(lambda: self._queue.stopped or self._sampling_version >= version)
+            self._progress.wait_for(
+                lambda: self._queue.stopped or self._sampling_version >= version or self._queue.complete
+            )
 
     def stop(self, timeout: float = 30.0) -> bool:
         """Stops the queue and both threads; True where they ended within ``timeout`` seconds. A second call is a
