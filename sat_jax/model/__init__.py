@@ -16,6 +16,7 @@ from sat_jax.model.transformer import (
     extend,
     forward,
     init_cache,
+    split_layers,
 )
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "read_config",
     "router_z_loss",
     "save_hf",
+    "split_layers",
     "token_log_probs",
     "validate_routes",
 ]

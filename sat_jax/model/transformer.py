@@ -194,7 +194,7 @@ def extend(
     before are overwritten or invisible, so a slot is reused by starting at 0.
 
     Args:
-        params: the policy's.
+        params: the policy's, as they are or from ``split_layers``.
         cfg: the model.
         cache: of S slots.
         tokens: int32 ``[R, C]``.
@@ -254,6 +254,17 @@ def extend(
     return ExtendOutput(hidden, KVCache(tuple(keys), tuple(values)), routes)
 
 
+def split_layers(params: Params, cfg: ModelConfig) -> Params:
+    """``params`` with every run a tuple of its layers. ``extend`` then unrolls, and reads each layer's weights where
+    they
+    are: out of a stack, a loop over decode steps would copy all of them once a token."""
+    layers_of = {
+        run.name: tuple(jax.tree.map(lambda x: x[i], params[run.name]) for i in range(run.length))  # noqa: B023 -- at once
+        for run in cfg.runs
+    }
+    return {**params, **layers_of}
+
+
 def _embed(params: Params, tokens: jax.Array, options: ForwardOptions) -> jax.Array:
     table = constrain(params["embed"], ("vocab", None), options.placement)  # rows are looked up whole
     x = jnp.take(table, tokens, axis=0, mode="clip")
@@ -286,11 +297,14 @@ def _layer(
 
 
 def _run_layers(body: Callable[..., Any], carry: Any, inputs: Any, length: int, options: ForwardOptions) -> Any:
-    if options.scan_layers and length > 1:
+    parameters, *rest = inputs
+    split = isinstance(parameters, tuple)
+    if options.scan_layers and length > 1 and not split:
         return jax.lax.scan(body, carry, inputs)
     outputs = []
     for i in range(length):
-        carry, output = body(carry, jax.tree.map(lambda leaf: leaf[i], inputs))  # noqa: B023 -- called at once
+        sliced = jax.tree.map(lambda leaf: leaf[i], rest if split else inputs)  # noqa: B023 -- called at once
+        carry, output = body(carry, (parameters[i], *sliced) if split else sliced)
         outputs.append(output)
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 

@@ -33,6 +33,7 @@ class EngineShape:
         eos_ids: tokens that end a response.
         selection_noise: standard deviation of the noise on router logits when experts are *selected*; the gate weights
             are those of the unperturbed logits. A laboratory stand-in for kernels that route differently.
+        split_layers: weights layer by layer rather than stacked: faster decoding, longer compilation.
         options: of the forward pass.
     """
 
@@ -44,6 +45,7 @@ class EngineShape:
     prefill_chunks: tuple[int, ...]
     eos_ids: tuple[int, ...]
     selection_noise: float
+    split_layers: bool
     options: model.ForwardOptions
 
 
@@ -90,7 +92,10 @@ class Decoded:
 
 
 class Programs:
-    """Jitted functions for one ``EngineShape``; ``compilations`` counts how often each was traced."""
+    """Jitted functions for one ``EngineShape``; ``compilations`` counts how often each was traced.
+
+    ``own(params, dtype)`` copies the learner's weights into the form that the others read.
+    """
 
     def __init__(self, shape: EngineShape) -> None:
         self.compilations: Counter[str] = Counter()
@@ -99,6 +104,9 @@ class Programs:
         )
         self.prefill: Callable[..., tuple[model.KVCache, jax.Array | None]] = jax.jit(
             self._counted("prefill", functools.partial(_prefill, shape)), donate_argnums=1
+        )
+        self.own: Callable[[model.Params, str], model.Params] = jax.jit(
+            functools.partial(_own, shape), static_argnums=1
         )
         self.copy_slots: Callable[..., model.KVCache] = jax.jit(self._counted("copy", _copy_slots), donate_argnums=0)
 
@@ -115,6 +123,12 @@ class Programs:
 def programs_for(shape: EngineShape) -> Programs:
     """Engines of the same shape share what is compiled."""
     return Programs(shape)
+
+
+def _own(shape: EngineShape, params: model.Params, dtype: str) -> model.Params:
+    """A copy: the learner donates, and so deletes, what it publishes."""
+    copies = jax.tree.map(lambda x: jnp.copy(x).astype(dtype), params)
+    return model.split_layers(copies, shape.cfg) if shape.split_layers else copies
 
 
 def _prefill(
