@@ -332,14 +332,14 @@ def test_any_history_keeps_the_books(groups_per_step, max_staleness, policy, mov
 
 
 def test_nothing_is_started_that_only_a_step_after_the_last_could_train_on(make_group, stream):
-    queue = GroupQueue(groups_per_step=2, max_staleness=9, last_step=2)
-    tickets = [queue.issue(stream) for _ in range(4)]
+    queue, source = GroupQueue(groups_per_step=2, max_staleness=9, last_step=2), stream()
+    tickets = [queue.issue(source) for _ in range(4)]
     assert queue.capacity == 0
     assert not queue.complete
     for ticket in tickets[:3]:
         queue.put(make_group(ticket))
     queue.filter(tickets[3].group_id)
     assert queue.capacity == 1  # the filtered one is replaced
-    queue.put(make_group(queue.issue(stream)))
+    queue.put(make_group(queue.issue(source)))
     assert queue.complete
     assert queue.wait_for_room(timeout=0.01) == 0
