@@ -45,8 +45,9 @@ class Decoder(Protocol):
 class LocalEngine:
     """Samples with a JAX model in this process.
 
-    Memory: a KV cache of ``cache_bytes`` and one copy of the weights on the device, a record of ``record_bytes`` on the
-    host; neither grows.
+    Memory: on the device a KV cache of ``cache_bytes``, the weights (twice while new ones wait for their dispatch), and
+    while decoding a working copy of one layer's keys and values; on the host a record of ``record_bytes``. None of it
+    grows.
 
     The same request gives the same tokens whatever else is in the batch: shapes are fixed, and no row of any program
     looks at another one.
@@ -207,7 +208,8 @@ class LocalEngine:
             self._cache, _ = self._programs.prefill(
                 self._params, self._cache, tokens, nothing, nothing, nothing, nothing.astype(np.uint32)
             )
-        self._cache = self._programs.copy_slots(self._cache, np.arange(shape.slots, dtype=np.int32))
+        nowhere = np.zeros(shape.slots, np.int32)
+        self._cache = self._programs.copy_slots(self._cache, nowhere, nowhere, 0)
         self._cache, _ = self._programs.decode(self._params, self._cache, self._records.state())
 
     # ------------------------------------------------------------------ between two dispatches
@@ -240,11 +242,11 @@ class LocalEngine:
             siblings.setdefault(leader, []).extend([slot] if slot != leader else [])
         prompts = [(slot, self._records.tokens[slot, : self._records.position[slot]]) for slot in siblings]
         self._new_routes += [(*routes, siblings) for routes in self._prefill(prompts)]
-        if any(siblings.values()):
-            source_of = np.arange(self._shape.slots, dtype=np.int32)
-            for leader, others in siblings.items():
-                source_of[others] = leader
-            self._cache = self._programs.copy_slots(self._cache, source_of)
+        pairs = [(leader, other) for leader, others in siblings.items() for other in others]
+        if pairs:
+            ends = np.zeros((2, self._shape.slots), np.int32)
+            ends[:, : len(pairs)] = np.transpose(pairs)
+            self._cache = self._programs.copy_slots(self._cache, *ends, len(pairs))
         return more
 
     def _check(self, request: Request) -> None:

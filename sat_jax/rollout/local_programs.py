@@ -148,9 +148,20 @@ def _prefill(
     return out.cache, None if out.routed_experts is None else out.routed_experts.astype(jnp.int16)
 
 
-def _copy_slots(cache: model.KVCache, source: jax.Array) -> model.KVCache:
-    """Slot ``s`` becomes a copy of slot ``source[s]``, int32 [S]."""
-    return jax.tree.map(lambda x: jnp.take(x, source, axis=1), cache)
+def _copy_slots(cache: model.KVCache, source: jax.Array, target: jax.Array, count: jax.Array) -> model.KVCache:
+    """Slot ``target[i]`` becomes a copy of slot ``source[i]``, both int32 [S], for ``i < count``: in place, one at a
+    time,
+    for a gather would hold a second cache."""
+
+    def copy(i: jax.Array, cache: model.KVCache) -> model.KVCache:
+        def one(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(
+                x, jax.lax.dynamic_index_in_dim(x, source[i], axis=1, keepdims=False), target[i], axis=1
+            )
+
+        return jax.tree.map(one, cache)
+
+    return jax.lax.fori_loop(0, count, copy, cache)
 
 
 def _decode(

@@ -307,6 +307,14 @@ def test_the_stated_memory_is_what_is_held(engine):
     assert engine.record_bytes == 4 * 32 * (3 * 4 + 2 * 2 * 2)
 
 
+def test_sharing_a_prompt_needs_no_second_cache(engine):
+    pairs = np.zeros(4, np.int32)
+    compiled = engine._programs.copy_slots.lower(engine._cache, pairs, pairs, 0).compile()
+    usage = compiled.memory_analysis()
+    assert usage.alias_size_in_bytes == engine.cache_bytes, "the cache is updated in place"
+    assert usage.temp_size_in_bytes <= engine.cache_bytes / 4 + 1024, "one slot at a time"
+
+
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
