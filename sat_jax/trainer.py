@@ -384,14 +384,15 @@ class _Run:
         self, batch: Batch, queue: GroupQueue, waited: float, took: float, clock: dict[str, float]
     ) -> dict[str, float]:
         counts = queue.counts()
-        return {
+        # While nothing is sampled (the last batches are waiting already) there is no rate to report.
+        sampled = {"rollout/tokens_per_s": clock["tokens"] / clock["engine_s"]} if clock["tokens"] > 0 else {}
+        return sampled | {
             "async/queue_groups": counts["ready"],
             "async/dropped_stale": counts["stale"],
             "perf/step_time_s": took,
             "perf/tokens_per_s": float(np.sum(np.asarray(batch.segment_ids) > 0)) / took,
             "perf/rollout_wait_s": waited,
             "perf/train_wait_s": clock["wait_s"],
-            "rollout/tokens_per_s": clock["tokens"] / clock["engine_s"] if clock["engine_s"] > 0 else 0.0,
         }
 
     def _evaluate(self, engine: Engine, grader: setup.Grader, state: TrainState) -> bool:
