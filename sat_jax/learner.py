@@ -65,24 +65,24 @@ class Scores(NamedTuple):
     """What a pass without gradient says about a batch; [B, T] float32, aligned with ``batch.tokens``."""
 
     log_probs: jax.Array
-    entropy: jax.Array
+    entropy: jax.Array | None
 
 
 class _Routing(NamedTuple):
-    """Router statistics of a batch or a part of it, as sums; None fields for a dense policy."""
+    """Router statistics of a batch or a part of it, as sums that add up over parts."""
 
-    load: jax.Array | None = None  # [L, E]
-    tokens: jax.Array | None = None
-    recorded: jax.Array | None = None  # routed (token, layer) sets with a record ...
-    agreed: jax.Array | None = None  # ... and those that the learner would have chosen itself
-    balance: jax.Array | None = None  # load-balancing loss, this part's share of the whole batch's
-    z: jax.Array | None = None  # router z-loss, likewise
+    load: jax.Array  # [L, E]
+    tokens: jax.Array
+    recorded: jax.Array  # routed (token, layer) sets with a record ...
+    agreed: jax.Array  # ... and those that the learner would have chosen itself
+    balance: jax.Array  # load-balancing loss: this part's share of the whole batch's
+    z: jax.Array  # router z-loss, likewise
 
 
 class _Pass(NamedTuple):
     log_probs: jax.Array
-    entropy: jax.Array
-    routing: _Routing
+    entropy: jax.Array | None
+    routing: _Routing | None  # None for a dense policy
 
 
 def adam(
@@ -181,11 +181,11 @@ def _forward(
         temperature=spec.temperature if temperature is None else temperature,
         chunk_size=spec.head_chunk,
     )
-    routing = _Routing() if out.router is None else _routing(spec, out.router, batch, whole or _Routing())
+    routing = None if out.router is None else _routing(spec, out.router, batch, whole)
     return _Pass(head.log_probs, head.entropy, routing)
 
 
-def _routing(spec: LearnerSpec, router: RouterOutput, batch: Batch, whole: _Routing) -> _Routing:
+def _routing(spec: LearnerSpec, router: RouterOutput, batch: Batch, whole: _Routing | None) -> _Routing:
     recorded, agreed = jnp.sum(router.recorded), jnp.sum(router.agreed)
     if batch.routed_experts is not None and not spec.routing_replay:
         # The forward pass routed natively: compare its expert sets with the record, order aside.
@@ -197,19 +197,19 @@ def _routing(spec: LearnerSpec, router: RouterOutput, batch: Batch, whole: _Rout
         tokens=router.tokens,
         recorded=recorded,
         agreed=agreed,
-        balance=load_balancing_loss(router, whole.load, whole.tokens),
-        z=router_z_loss(router, whole.tokens),
+        balance=load_balancing_loss(router, *((whole.load, whole.tokens) if whole else ())),
+        z=router_z_loss(router, whole.tokens if whole else None),
     )
 
 
-def _router_penalty(spec: LearnerSpec, routing: _Routing) -> jax.Array:
-    if routing.balance is None or routing.z is None:
+def _router_penalty(spec: LearnerSpec, routing: _Routing | None) -> jax.Array:
+    if routing is None:
         return jnp.zeros(())
     return spec.router_aux_loss_coef * routing.balance + spec.router_z_loss_coef * routing.z
 
 
-def _routing_metrics(routing: _Routing) -> Metrics:
-    if routing.balance is None or routing.z is None or routing.recorded is None or routing.load is None:
+def _routing_metrics(routing: _Routing | None) -> Metrics:
+    if routing is None:
         return {}
     metrics = {"moe/aux_loss": routing.balance, "moe/z_loss": routing.z}
     # How far the busiest expert is above an even share; 1 is perfect balance.
@@ -236,10 +236,10 @@ def _inputs(spec: LearnerSpec, batch: Batch, out: _Pass, scored: jax.Array | Non
     )
 
 
-def _whole_batch(spec: LearnerSpec, params: Any, batch: Batch) -> tuple[Any, LossRows, LossSummary, _Routing]:
+def _whole_batch(spec: LearnerSpec, params: Any, batch: Batch) -> tuple[Any, LossRows, LossSummary, _Routing | None]:
     """Gradient, loss rows, summary and router statistics from one forward and one backward pass."""
 
-    def loss_fn(params: Any) -> tuple[jax.Array, tuple[LossRows, LossSummary, _Routing]]:
+    def loss_fn(params: Any) -> tuple[jax.Array, tuple[LossRows, LossSummary, _Routing | None]]:
         out = _forward(spec, params, batch)
         inputs = _inputs(spec, batch, out)
         summary = spec.loss.summarize(inputs)
@@ -250,17 +250,17 @@ def _whole_batch(spec: LearnerSpec, params: Any, batch: Batch) -> tuple[Any, Los
     return gradient, rows, summary, routing
 
 
-def _accumulate(spec: LearnerSpec, params: Any, batch: Batch) -> tuple[Any, LossRows, LossSummary, _Routing]:
+def _accumulate(spec: LearnerSpec, params: Any, batch: Batch) -> tuple[Any, LossRows, LossSummary, _Routing | None]:
     """The same, one micro-batch in memory at a time, after a scoring pass that fixes what they must agree on."""
     scores = _score(spec, params, batch)
     summary = spec.loss.summarize(_inputs(spec, batch, scores, scores.log_probs))
 
-    def loss_fn(params: Any, part: Batch, scored: jax.Array) -> tuple[jax.Array, tuple[LossRows, _Routing]]:
+    def loss_fn(params: Any, part: Batch, scored: jax.Array) -> tuple[jax.Array, tuple[LossRows, _Routing | None]]:
         out = _forward(spec, params, part, whole=scores.routing)
         rows = spec.loss.rows(_inputs(spec, part, out, scored), summary)
         return jnp.sum(rows.loss) + _router_penalty(spec, out.routing), (rows, out.routing)
 
-    def body(gradient: Any, xs: tuple[Batch, jax.Array]) -> tuple[Any, tuple[LossRows, _Routing]]:
+    def body(gradient: Any, xs: tuple[Batch, jax.Array]) -> tuple[Any, tuple[LossRows, _Routing | None]]:
         part_gradient, aux = jax.grad(loss_fn, has_aux=True)(params, *xs)
         return jax.tree.map(jnp.add, gradient, part_gradient), aux
 
@@ -274,8 +274,8 @@ def _score(spec: LearnerSpec, params: Any, batch: Batch) -> _Pass:
     if spec.micro_batches == 1:
         return _forward(spec, params, batch)
     out = jax.lax.map(lambda part: _forward(spec, params, part), _split(batch, spec.micro_batches))
-    rows = _join((out.log_probs, out.entropy))
-    return _Pass(*rows, jax.tree.map(lambda x: jnp.sum(x, axis=0), out.routing))
+    log_probs, entropy = _join((out.log_probs, out.entropy))
+    return _Pass(log_probs, entropy, jax.tree.map(lambda x: jnp.sum(x, axis=0), out.routing))
 
 
 def _split(tree: Any, parts: int) -> Any:

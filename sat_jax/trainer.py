@@ -267,7 +267,7 @@ class _Run:
             if self.stop.requested:
                 return None
             prompts, targets = setup.demonstrations(task, self.config.seed, i, warm.batch_size)
-            state, metrics = step(state, make_sft_batch(prompts, targets, widths=self.widths))
+            state, metrics = step(state, make_sft_batch(list(prompts), list(targets), widths=self.widths))
             if i % 20 == 0 or i == warm.steps - 1:
                 self.display.phase(f"warm start, step {i + 1} of {warm.steps}, loss {float(metrics['sft/loss']):.3f}")
         return state.params

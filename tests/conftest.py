@@ -1,4 +1,4 @@
-"""One compilation cache for the whole session, worker processes included: many tests compile the same small programs."""
+"""One compilation cache for the whole session, its processes included: many tests compile the same small programs."""
 
 from __future__ import annotations
 
