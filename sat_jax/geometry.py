@@ -112,7 +112,8 @@ def geometry_figure(config: LossConfig, mu: float = 0.2, q: float = 0.05) -> Fig
     plane.set(yscale="log", xlabel="ratio r", ylabel="μ, behaviour probability")
     plane.set_title("gradient for A = +1", fontsize=9, loc="left", color=INK)
     feasible = np.minimum(1.0, 1.0 / np.exp(rows[0].log_ratio))
-    plane.plot(np.exp(rows[0].log_ratio), feasible, color=MUTED, lw=0.8, ls=":")
+    plane.plot(np.exp(rows[0].log_ratio), feasible, color=MUTED, lw=0.8, ls=":", label="π = 1")
+    plane.legend(frameon=False, fontsize=7, loc="lower right")
     plane.set_ylim(mus[0], 1.0)
     figure.colorbar(mesh, ax=plane)
     shown = f", q = {q:g}" if "sat" in config.rules else ""
