@@ -117,8 +117,8 @@ def _is_users_mistake(error: BaseException) -> bool:
     """
     if os.environ.get("SAT_JAX_TRACEBACK") == "1":
         return False
-    if isinstance(error, OSError):
-        return error.filename is not None
+    if isinstance(error, OSError) and error.filename is not None:
+        return True
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
 
