@@ -10,22 +10,25 @@ from typing import Any, Literal, get_args
 
 from sat_jax.records import nearest
 
-ModelType = Literal["qwen3_moe", "qwen3", "llama"]
+ModelType = Literal["qwen3_moe", "qwen3", "llama", "mixtral"]
 
 ARCHITECTURES: Mapping[str, ModelType] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3ForCausalLM": "qwen3",
     "LlamaForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
 }
+_MOE_TYPES = ("qwen3_moe", "mixtral")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: Qwen3, Qwen3-MoE or Llama. Hashable; fields are named as in ``config.json``.
+    """A decoder-only transformer: Qwen3, Qwen3-MoE, Llama or Mixtral. Hashable; fields are named as in ``config.json``.
 
     Attributes:
-        model_type: ``qwen3_moe`` | ``qwen3`` | ``llama``. Qwen3 normalises every query and key head (RMSNorm); Llama
-            does not.
+        model_type: ``qwen3_moe`` | ``qwen3`` | ``llama`` | ``mixtral``. Qwen3 normalises every query and key head
+            (RMSNorm); Llama does not. Mixtral is Llama with a mixture in every layer (arXiv:2401.04088): no biases,
+            gate weights that sum to 1.
         vocab_size: V, rows of the embedding; may exceed the tokenizer's size.
         hidden_size: D.
         num_hidden_layers: all layers, dense and mixture-of-experts.
@@ -98,12 +101,25 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} is odd: rotary embeddings turn pairs; use an even width")
-        if self.num_experts and self.model_type != "qwen3_moe":
-            raise ValueError(f"num_experts = {self.num_experts} with model_type {self.model_type!r}: use 'qwen3_moe'")
-        if self.model_type == "qwen3_moe" and not 1 <= self.num_experts_per_tok <= self.num_experts:
+        if self.num_experts and self.model_type not in _MOE_TYPES:
+            raise ValueError(
+                f"num_experts = {self.num_experts} with model_type {self.model_type!r}: use one of "
+                f"{', '.join(_MOE_TYPES)}"
+            )
+        if self.model_type in _MOE_TYPES and not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok = {self.num_experts_per_tok} with num_experts = {self.num_experts}: "
                 "a token needs between 1 and all experts; change one of them"
+            )
+        if self.model_type == "mixtral" and (
+            len(self.moe_layers) < self.num_hidden_layers
+            or not self.norm_topk_prob
+            or self.attention_bias
+            or self.mlp_bias
+        ):
+            raise ValueError(
+                "model_type 'mixtral' with dense layers, biases or norm_topk_prob = False: its checkpoints cannot say "
+                "so; use 'qwen3_moe'"
             )
         if self.moe_layers and self.moe_intermediate_size < 1:
             raise ValueError(
@@ -123,7 +139,7 @@ class ModelConfig:
     @property
     def qk_norm(self) -> bool:
         """True where query and key heads are RMS-normalised before the rotary embedding."""
-        return self.model_type != "llama"
+        return self.model_type in ("qwen3", "qwen3_moe")
 
     @property
     def runs(self) -> tuple[LayerRun, ...]:
@@ -179,8 +195,11 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "shared_expert_intermediate_size": (0, None),
     "logit_scale": (1, 1.0, None),
     "is_decoder": (True, False, None),
+    "router_jitter_noise": (0, 0.0, None),
 }
 _RENAMED = {"num_local_experts": "num_experts"}
+_RENAMED_MIXTRAL = {**_RENAMED, "intermediate_size": "moe_intermediate_size"}
+_MIXTRAL_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 4096 * 32}  # transformers'
 _FIELDS = {f.name: f for f in dataclasses.fields(ModelConfig)}
 _REQUIRED = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -215,8 +234,9 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
     """``ModelConfig`` of a parsed ``config.json``; ``where`` names it in errors, which are those of ``read_config``."""
     known = {**_architecture(raw, where)}
     model_type = known["model_type"]
+    renamed = _RENAMED_MIXTRAL if model_type == "mixtral" else _RENAMED
     for key, value in raw.items():
-        name = _RENAMED.get(key, key)
+        name = renamed.get(key, key)
         if name in _NEUTRAL or name == "model_type":
             continue
         if name == "eos_token_id":
@@ -235,15 +255,18 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
                 f"{where}: key {key!r} = {value!r} is unknown and may change the maths{nearest(key, _FIELDS)}; "
                 "remove it if it does not matter"
             )
+    if not _is_qwen(known) and known.get("head_dim") is None and raw.get("num_attention_heads"):
+        known["head_dim"] = raw.get("hidden_size", 0) // raw["num_attention_heads"]
     if model_type == "llama":
         known.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
-        if known.get("head_dim") is None and raw.get("num_attention_heads"):
-            known["head_dim"] = raw.get("hidden_size", 0) // raw["num_attention_heads"]
     elif known.pop("mlp_bias", False):
         raise ValueError(f"{where}: mlp_bias = true is not implemented for {model_type}: use another checkpoint")
     if model_type == "qwen3_moe":
         known.setdefault("norm_topk_prob", False)  # transformers' default
-    required = _REQUIRED + (_MOE_REQUIRED if model_type == "qwen3_moe" else ())
+    required = _REQUIRED + (_MOE_REQUIRED if model_type in _MOE_TYPES else ())
+    if model_type == "mixtral":
+        known = {**_MIXTRAL_DEFAULTS, **known}
+        required = tuple(name for name in required if name != "intermediate_size")
     missing = [name for name in required if known.get(name) is None]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}: add what the checkpoint was trained with")
@@ -267,9 +290,13 @@ def config_to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
     moe_only = (
         "moe_intermediate_size num_experts num_experts_per_tok norm_topk_prob decoder_sparse_step mlp_only_layers "
     )
-    foreign = (moe_only + "router_aux_loss_coef").split() if cfg.model_type != "qwen3_moe" else []
+    foreign = (moe_only + "router_aux_loss_coef").split() if cfg.model_type not in _MOE_TYPES else []
     foreign += [] if cfg.model_type == "llama" else ["mlp_bias"]
-    if cfg.model_type != "llama":
+    if cfg.model_type == "mixtral":
+        raw |= {"num_local_experts": cfg.num_experts, "intermediate_size": cfg.moe_intermediate_size}
+        raw |= {"router_jitter_noise": 0.0, "sliding_window": None}
+        foreign += ["attention_bias", *(key for key in moe_only.split() if key != "num_experts_per_tok")]
+    elif cfg.model_type != "llama":
         raw |= {"sliding_window": None, "use_sliding_window": False, "max_window_layers": cfg.num_hidden_layers}
     return {key: raw[key] for key in sorted(raw) if key not in foreign}
 
@@ -290,6 +317,10 @@ def _architecture(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"model_type": model_type}
 
 
+def _is_qwen(known: Mapping[str, Any]) -> bool:
+    return known["model_type"] in ("qwen3", "qwen3_moe")
+
+
 def _check_structured(name: str, value: Any, raw: Mapping[str, Any], known: dict[str, Any], where: str) -> None:
     if name == "rope_parameters" and value is not None:
         extra = {k: v for k, v in value.items() if k not in ("rope_theta", "rope_type")}
@@ -303,7 +334,7 @@ def _check_structured(name: str, value: Any, raw: Mapping[str, Any], known: dict
         raise ValueError(
             f"{where}: layer_types {sorted(set(value))}: only 'full_attention' is implemented; use another checkpoint"
         )
-    elif name == "sliding_window" and value is not None and raw.get("use_sliding_window", raw["model_type"] == "llama"):
+    elif name == "sliding_window" and value is not None and raw.get("use_sliding_window", not _is_qwen(known)):
         raise ValueError(f"{where}: sliding_window = {value!r} is in use and not implemented: use another checkpoint")
 
 

@@ -48,7 +48,7 @@ def load_params(
     """
     folder = Path(hf_dir)
     cfg = read_config(folder) if cfg is None else cfg
-    checkpoint = _Checkpoint(folder)
+    checkpoint = Checkpoint(folder)
     table = parameter_table(cfg, dtype)
     checkpoint.check(cfg, table)
     where = flatten(shardings) if shardings is not None else {}
@@ -80,16 +80,32 @@ def save_hf(
         FileExistsError: ``hf_dir`` holds something.
         ValueError: ``params`` do not fit ``cfg``.
     """
+    table = parameter_table(cfg, flatten(params)[("embed",)].dtype)
+    _check_tree(table, params)
+    tensors = _hub_tensors(table, flatten(params))
+    return write_folder(hf_dir, cfg, tensors, str(table[0].dtype), source, max_shard_bytes)
+
+
+def write_folder(
+    hf_dir: str | Path,
+    cfg: ModelConfig,
+    tensors: Iterator[tuple[str, np.ndarray]],
+    dtype: str,
+    source: str | Path | None = None,
+    max_shard_bytes: int = 2 * 2**30,
+) -> Path:
+    """``save_hf`` of a stream of hub-named tensors, all of type ``dtype``: no model has to exist anywhere.
+
+    Raises:
+        FileExistsError: ``hf_dir`` holds something.
+    """
     target = Path(hf_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not empty: nothing is overwritten; choose another folder")
-    table = parameter_table(cfg, flatten(params)[("embed",)].dtype)
-    _check_tree(table, params)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         _copy_side_files(source, partial)
-        dtype = str(table[0].dtype)
         _write_json(partial / "config.json", config_to_hf(cfg, dtype))
         if not (partial / "generation_config.json").exists():
             ids = {
@@ -98,7 +114,7 @@ def save_hf(
                 "pad_token_id": cfg.pad_token_id,
             }
             _write_json(partial / "generation_config.json", {k: v for k, v in ids.items() if v not in (None, [])})
-        _write_shards(partial, _hub_tensors(table, flatten(params)), max_shard_bytes)
+        _write_shards(partial, tensors, max_shard_bytes)
         partial.chmod(0o777 & ~_umask())  # mkdtemp made it private
         os.replace(partial, target)
     finally:
@@ -106,8 +122,8 @@ def save_hf(
     return target
 
 
-class _Checkpoint:
-    """Where every hub tensor lies, with its shape and dtype; opens each file once."""
+class Checkpoint:
+    """The weights of a folder: where every hub tensor lies, with its shape and dtype; opens each file once."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -147,9 +163,11 @@ class _Checkpoint:
         return self._open[name]
 
     def slice(self, name: str) -> Any:
+        """A tensor's header, unread: ``get_shape()``, ``get_dtype()``."""
         return self._file(self.files[name]).get_slice(name)
 
     def read(self, name: str) -> np.ndarray:
+        """A tensor in its stored dtype; ``ValueError`` where it holds NaN or infinity."""
         tensor: np.ndarray = self._file(self.files[name]).get_tensor(name)
         if not np.isfinite(tensor).all():
             raise ValueError(
@@ -166,15 +184,16 @@ class _Checkpoint:
         return name if name in self.files else None
 
     def check(self, cfg: ModelConfig, table: tuple[Parameter, ...]) -> None:
+        """Raises ``ValueError`` where tensors are missing, left over, of another shape or no floats."""
         expected: dict[str, tuple[int, ...]] = {}
         for p in table:
-            for layer in _layers(p):
+            for layer in layers_of(p):
                 fused = self.fused(p, layer)
                 if fused is not None:
                     E, rows, columns = p.shape[1], *_hub_shape(p)
                     expected[fused] = (E, rows if p.path[-1] == "down" else 2 * rows, columns)
                 else:
-                    expected.update(dict.fromkeys(_hub_names(p, layer), _hub_shape(p)))
+                    expected.update(dict.fromkeys(hub_names(p, layer), _hub_shape(p)))
         spare = {name for name in self.files if name.endswith(_BUFFERS)}
         if cfg.tie_word_embeddings and "lm_head.weight" in self.files:
             if not np.array_equal(self.read("lm_head.weight"), self.read("model.embed_tokens.weight")):
@@ -202,9 +221,9 @@ class _Checkpoint:
                 )
 
 
-def _load(checkpoint: _Checkpoint, p: Parameter, sharding: jax.sharding.Sharding) -> jax.Array:
+def _load(checkpoint: Checkpoint, p: Parameter, sharding: jax.sharding.Sharding) -> jax.Array:
     """One parameter, assembled on each device from its own part of every layer."""
-    layers = _layers(p)
+    layers = layers_of(p)
     stacked = p.axes[0] == "layers"
     indices = sharding.addressable_devices_indices_map(p.shape)
     per_layer = int(np.prod(p.shape)) * p.dtype.itemsize // len(layers)
@@ -238,7 +257,7 @@ def _insert_rows(whole: jax.Array, part: jax.Array, first: int) -> jax.Array:
 _insert = jax.jit(_insert_rows, donate_argnums=0)
 
 
-def _fill_layer(checkpoint: _Checkpoint, p: Parameter, layer: int, out: np.ndarray) -> None:
+def _fill_layer(checkpoint: Checkpoint, p: Parameter, layer: int, out: np.ndarray) -> None:
     fused = checkpoint.fused(p, layer)
     if fused is not None:
         tensor = checkpoint.read(fused)
@@ -246,17 +265,19 @@ def _fill_layer(checkpoint: _Checkpoint, p: Parameter, layer: int, out: np.ndarr
         rows = {"gate": slice(0, F), "up": slice(F, 2 * F), "down": slice(None)}[p.path[-1]]
         out[...] = tensor[:, rows].swapaxes(1, 2)
     elif "{expert}" in p.hub:
-        for expert, name in enumerate(_hub_names(p, layer)):
+        for expert, name in enumerate(hub_names(p, layer)):
             out[expert] = _from_hub(p, checkpoint.read(name))
     else:
-        out[...] = _from_hub(p, checkpoint.read(_hub_names(p, layer)[0]))
+        out[...] = _from_hub(p, checkpoint.read(hub_names(p, layer)[0]))
 
 
-def _layers(p: Parameter) -> range:
+def layers_of(p: Parameter) -> range:
+    """Layer numbers that a parameter is stacked over; ``range(1)`` where it belongs to no layer."""
     return range(p.first_layer, p.first_layer + p.shape[0]) if p.axes[0] == "layers" else range(1)
 
 
-def _hub_names(p: Parameter, layer: int) -> list[str]:
+def hub_names(p: Parameter, layer: int) -> list[str]:
+    """The hub tensors of one layer's parameter: one, or one an expert."""
     if "{expert}" not in p.hub:
         return [p.hub.format(layer=layer)]
     return [p.hub.format(layer=layer, expert=expert) for expert in range(p.shape[1])]
@@ -290,9 +311,9 @@ def _hub_tensors(
     """Every hub tensor, one at a time; host memory holds one layer of one parameter."""
     for p in table:
         leaf = leaves[p.path]
-        for i, layer in enumerate(_layers(p)):
+        for i, layer in enumerate(layers_of(p)):
             value = np.asarray(leaf if p.axes[0] != "layers" else jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False))
-            names = _hub_names(p, layer)
+            names = hub_names(p, layer)
             if "{expert}" in p.hub:
                 yield from ((name, _to_hub(p, value[e])) for e, name in enumerate(names))
             else:

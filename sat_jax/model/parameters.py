@@ -27,6 +27,9 @@ from jax.typing import DTypeLike
 from sat_jax.model.config import LayerRun, ModelConfig
 
 Params = dict[str, Any]
+# How the hub calls a mixture layer, and the matrices of its experts.
+_QWEN_NAMES = ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
+_MIXTRAL_NAMES = ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
 Initializer = Literal["normal", "ones", "zeros"]
 
 
@@ -101,12 +104,13 @@ def _layer_rows(cfg: ModelConfig, run: LayerRun, kind: np.dtype[Any]) -> list[Pa
     add("mlp_norm", {"embed": D}, "ones", "post_attention_layernorm.weight")
     if run.moe:
         E, F = {"expert": cfg.num_experts}, cfg.moe_intermediate_size
-        add("mlp.router", {"embed": D, "router": cfg.num_experts}, "normal", "mlp.gate.weight", matrix=True)
-        for name in ("gate", "up"):
-            sizes = {**E, "embed": D, "expert_mlp": F}
-            add(f"mlp.{name}", sizes, "normal", f"mlp.experts.{{expert}}.{name}_proj.weight", matrix=True)
-        sizes = {**E, "expert_mlp": F, "embed": D}
-        add("mlp.down", sizes, "normal", "mlp.experts.{expert}.down_proj.weight", matrix=True)
+        block, names = _MIXTRAL_NAMES if cfg.model_type == "mixtral" else _QWEN_NAMES
+        add("mlp.router", {"embed": D, "router": cfg.num_experts}, "normal", f"{block}.gate.weight", matrix=True)
+        for name in ("gate", "up", "down"):
+            sizes = {"expert_mlp": F, "embed": D} if name == "down" else {"embed": D, "expert_mlp": F}
+            add(
+                f"mlp.{name}", {**E, **sizes}, "normal", f"{block}.experts.{{expert}}.{names[name]}.weight", matrix=True
+            )
     else:
         F = cfg.intermediate_size
         for name, sizes in (
