@@ -1,3 +1,20 @@
 """Staleness-adaptive trust regions for asynchronous reinforcement learning, in JAX."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "load_policy"]
+
+if TYPE_CHECKING:
+    from sat_jax.policy import load_policy
+
+
+def __getattr__(name: str) -> Any:
+    """``load_policy`` is imported when it is first used, so that the losses alone stay light."""
+    if name == "load_policy":
+        from sat_jax.policy import load_policy
+
+        return load_policy
+    raise AttributeError(f"module 'sat_jax' has no attribute {name!r}")

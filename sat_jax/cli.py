@@ -32,6 +32,8 @@ COMMANDS: dict[str, Command] = {
     "report": Command("sat_jax.commands.report:report", "one self-contained HTML page from run folders"),
     "data": Command("sat_jax.commands.data:data", "what a prompt source holds: schema, counts, lengths, one example"),
     "grade": Command("sat_jax.commands.data:grade", "grades the responses in a JSONL file"),
+    "inspect": Command("sat_jax.commands.losses:inspect", "what a loss does to a batch dumped by any trainer"),
+    "geometry": Command("sat_jax.commands.losses:geometry", "the clip geometry of a rule, as a figure"),
     "methods": Command("sat_jax.commands.losses:methods", "every named method: its rules, its source"),
 }
 
