@@ -41,17 +41,16 @@ def test_generating_greedily(policy):
 
 
 def test_texts_are_encoded_and_decoded(policy):
-    text = "the sum of"
-    out = policy.generate([text], max_new_tokens=4)
-    ids = policy.tokenizer.encode(text)
-    again = policy.generate([ids], max_new_tokens=4)
+    texts = ["the sum of", "two"]
+    out = policy.generate(texts, max_new_tokens=4)
+    again = policy.generate([policy.tokenizer.encode(text) for text in texts], max_new_tokens=4)
     assert out.token_ids == again.token_ids
-    assert out.texts == [policy.tokenizer.decode(out.token_ids[0])]
+    assert out.texts == [policy.tokenizer.decode(ids) for ids in out.token_ids]
 
 
 def test_saving_and_loading_gives_the_same_bits(policy, tmp_path):
     other = load_policy(policy.save(tmp_path / "copy"))
-    ids = np.arange(12).reshape(1, 12)
+    ids = np.arange(51).reshape(3, 17)
     np.testing.assert_array_equal(policy.logits(ids), other.logits(ids))
     assert other.tokenizer is not None
     assert other.config == policy.config
