@@ -20,7 +20,7 @@ import optax
 
 from sat_jax import losses, model
 from sat_jax.losses import LossInputs, LossRows, LossSummary
-from sat_jax.losses.masked import divide
+from sat_jax.losses.masked import masked_mean
 from sat_jax.model import ForwardOptions, ModelConfig, RouterOutput, load_balancing_loss, router_z_loss
 from sat_jax.types import NATIVE_ROUTE, Batch, TrainState
 
@@ -135,7 +135,7 @@ def train_step(spec: LearnerSpec, state: TrainState, batch: Batch) -> tuple[Trai
     whole = _whole_batch if spec.micro_batches == 1 else _accumulate
     gradient, rows, summary, routing = whole(spec, state.params, batch)
     metrics = dict(spec.loss.metrics(rows, summary))
-    metrics["train/loss"] = jnp.sum(rows.loss) + _router_penalty(spec, routing)
+    metrics["train/loss"] = metrics["train/loss"] + _router_penalty(spec, routing)
     metrics |= _staleness(state.step, batch) | _routing_metrics(routing)
     metrics["train/grad_norm"] = grad_norm = optax.tree.norm(gradient)
     metrics["train/lr"] = jnp.asarray(spec.schedule(state.step), jnp.float32)
@@ -150,7 +150,7 @@ def supervised_step(spec: LearnerSpec, state: TrainState, batch: Batch) -> tuple
 
     def loss_fn(params: Any) -> jax.Array:
         out = _forward(spec, params, batch, temperature=1.0)
-        return -_mean(out.log_probs, batch.loss_mask) + _router_penalty(spec, out.routing)
+        return -masked_mean(out.log_probs, batch.loss_mask) + _router_penalty(spec, out.routing)
 
     loss, gradient = jax.value_and_grad(loss_fn)(state.params)
     grad_norm = optax.tree.norm(gradient)
@@ -300,13 +300,9 @@ def _join(tree: Any) -> Any:
 def _staleness(step: jax.Array, batch: Batch) -> Metrics:
     lag = jnp.where(batch.loss_mask, step - batch.policy_versions, 0)
     return {
-        "async/staleness_mean": _mean(lag.astype(jnp.float32), batch.loss_mask),
+        "async/staleness_mean": masked_mean(lag.astype(jnp.float32), batch.loss_mask),
         "async/staleness_max": jnp.max(lag).astype(jnp.float32),
     }
-
-
-def _mean(x: jax.Array, mask: jax.Array) -> jax.Array:
-    return divide(jnp.sum(jnp.where(mask, x, 0.0)), jnp.sum(mask))
 
 
 def _apply(spec: LearnerSpec, state: TrainState, gradient: Any, take: jax.Array) -> TrainState:
