@@ -129,14 +129,17 @@ class RolloutWorker:
         no-op. The engine stays open."""
         self._queue.stop()
         self._weights.close()
-        self._engine.abort()
         self._finished.put(None)
         self._notify()
         deadline = time.monotonic() + timeout
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        while any(thread.is_alive() for thread in self._threads):
+            if time.monotonic() > deadline:
+                return False
+            self._engine.abort()  # again and again: a batch may just be starting
+            for thread in self._threads:
+                if thread.is_alive():
+                    thread.join(0.1)
+        return True
 
     def clock(self) -> dict[str, float]:
         """Totals since the start: response ``tokens`` sampled; seconds of the rollout thread spent sampling

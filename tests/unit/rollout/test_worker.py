@@ -194,6 +194,19 @@ def test_stop_while_the_producer_waits_for_room_and_the_consumer_for_groups(stre
     assert run.worker.stop(timeout=1)
 
 
+@pytest.mark.parametrize("schedule", [fixed_delay(1), free_running()])
+def test_stop_does_not_wait_for_long_responses(stream, schedule):
+    engine = FakeEngine(vocab_size=10**9, tokens_per_round=1, on_round=lambda _: time.sleep(0.01))
+    run = Run(stream, schedule, engine=engine)
+    run.worker._params = dataclasses.replace(PARAMS, max_new_tokens=10**6)
+    run.worker.start()
+    while engine.rounds < 3:
+        time.sleep(0.001)
+    assert run.worker.stop(timeout=10)
+    run.queue.close()
+    assert run.queue.counts()["failed"] == 0, "what was in flight goes back to the stream"
+
+
 def test_stop_before_start_and_without_groups(stream):
     run = Run(stream, synchronous())
     assert run.worker.stop(timeout=1)
