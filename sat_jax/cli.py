@@ -29,6 +29,11 @@ COMMANDS: dict[str, Command] = {
         "sat_jax.commands.train:main", "asynchronous RL of a policy; without CONFIG, the embedded default"
     ),
     "eval": Command("sat_jax.commands.evaluate:main", "avg@k and pass@k of a checkpoint or Hugging Face folder"),
+    "upcycle": Command("sat_jax.commands.convert:upcycle", "dense folder -> mixture of experts with the same function"),
+    "import-gguf": Command("sat_jax.commands.convert:import_gguf", "llama.cpp's GGUF file -> Hugging Face folder"),
+    "export": Command(
+        "sat_jax.commands.convert:export", "run or checkpoint -> Hugging Face folder that other software loads"
+    ),
     "report": Command("sat_jax.commands.report:report", "one self-contained HTML page from run folders"),
     "data": Command("sat_jax.commands.data:data", "what a prompt source holds: schema, counts, lengths, one example"),
     "grade": Command("sat_jax.commands.data:grade", "grades the responses in a JSONL file"),

@@ -6,20 +6,18 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import jax
 import tyro
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from sat_jax import learner, setup
-from sat_jax.checkpoint import Checkpoints
+from sat_jax import setup
+from sat_jax.commands.folders import checkpoint_params, run_config
 from sat_jax.config import ExperimentConfig, PolicyConfig, RewardConfig
 from sat_jax.data.prompts import PromptOptions, load_prompts
 from sat_jax.evaluation import Evaluation, evaluate
-from sat_jax.records import from_dict
 from sat_jax.rewards.grader import Grader
 from sat_jax.rollout.engine import SamplingParams
 from sat_jax.rollout.local import LocalEngine
@@ -60,17 +58,17 @@ def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
     """Samples, grades and prints."""
     if options.k < 1:
         raise ValueError(f"-k {options.k}: at least one sample per problem is needed")
-    run_config = _run_config(options.model)
-    config = run_config or ExperimentConfig(
+    run = run_config(options.model)
+    config = run or ExperimentConfig(
         policy=PolicyConfig(path=str(options.model)),
         reward=RewardConfig(function="sat_jax.rewards.math:grade", workers=options.workers),
         sampling=SamplingParams(max_new_tokens=512),
     )
     policy = setup.build_policy(config, options.model)
     params, step = policy.params, 0
-    if run_config is not None:
-        params, step = _newest(options.model, config, policy)
-    prompts = _prompts(options, run_config, policy)
+    if run is not None:
+        params, step = checkpoint_params(options.model, config, policy)
+    prompts = _prompts(options, run, policy)
     sampling = SamplingParams(
         temperature=options.temperature,
         top_p=options.top_p,
@@ -89,7 +87,7 @@ def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
     )
     console = Console(stderr=True)
     reward = options.reward or config.reward.function
-    workers = config.reward.workers if options.reward is None and run_config is not None else options.workers
+    workers = config.reward.workers if options.reward is None and run is not None else options.workers
     with Grader(reward, workers=workers) as grader, Progress(console=console, transient=True) as progress:
         task = progress.add_task("sampling", total=len(prompts) * options.k)
         result = evaluate(
@@ -107,35 +105,12 @@ def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
     return 0
 
 
-def _run_config(folder: Path) -> ExperimentConfig | None:
-    """The configuration of a run folder; None for a Hugging Face folder, whose config.json describes a model."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no config.json: give a Hugging Face folder or a run folder")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no valid JSON ({error}): restore it") from error
-    return from_dict(ExperimentConfig, record["config"]) if "versions" in record and "config" in record else None
-
-
-def _newest(folder: Path, config: ExperimentConfig, policy: setup.Policy) -> tuple[Any, int]:
-    checkpoints = Checkpoints(folder / "checkpoints")
-    step = checkpoints.latest_step()
-    if step is None:
-        raise ValueError(f"{folder} has no checkpoint yet: wait for one, or evaluate the policy that it started from")
-    like = learner.init_state(setup.build_learner(config, policy.config), policy.params)
-    state, _, _ = checkpoints.restore(step, like)
-    checkpoints.close()
-    return jax.block_until_ready(state.params), step
-
-
-def _prompts(options: EvalOptions, run_config: ExperimentConfig | None, policy: setup.Policy) -> list[Prompt]:
+def _prompts(options: EvalOptions, run: ExperimentConfig | None, policy: setup.Policy) -> list[Prompt]:
     if options.prompts is not None:
-        rules = run_config.data.prompts if run_config is not None else PromptOptions()
+        rules = run.data.prompts if run is not None else PromptOptions()
         prompts = list(load_prompts(options.prompts, policy.tokenizer, rules))
-    elif run_config is not None:
-        prompts = list(setup.build_problems(run_config, policy.tokenizer).heldout)
+    elif run is not None:
+        prompts = list(setup.build_problems(run, policy.tokenizer).heldout)
     else:
         raise ValueError("no prompts: give --prompts FILE")
     return prompts[: options.problems] if options.problems else prompts

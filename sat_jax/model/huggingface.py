@@ -190,10 +190,10 @@ class Checkpoint:
             for layer in layers_of(p):
                 fused = self.fused(p, layer)
                 if fused is not None:
-                    E, rows, columns = p.shape[1], *_hub_shape(p)
+                    E, rows, columns = p.shape[1], *hub_shape(p)
                     expected[fused] = (E, rows if p.path[-1] == "down" else 2 * rows, columns)
                 else:
-                    expected.update(dict.fromkeys(hub_names(p, layer), _hub_shape(p)))
+                    expected.update(dict.fromkeys(hub_names(p, layer), hub_shape(p)))
         spare = {name for name in self.files if name.endswith(_BUFFERS)}
         if cfg.tie_word_embeddings and "lm_head.weight" in self.files:
             if not np.array_equal(self.read("lm_head.weight"), self.read("model.embed_tokens.weight")):
@@ -261,7 +261,7 @@ def _fill_layer(checkpoint: Checkpoint, p: Parameter, layer: int, out: np.ndarra
     fused = checkpoint.fused(p, layer)
     if fused is not None:
         tensor = checkpoint.read(fused)
-        F = _hub_shape(p)[0]
+        F = hub_shape(p)[0]
         rows = {"gate": slice(0, F), "up": slice(F, 2 * F), "down": slice(None)}[p.path[-1]]
         out[...] = tensor[:, rows].swapaxes(1, 2)
     elif "{expert}" in p.hub:
@@ -288,7 +288,8 @@ def _single_shape(p: Parameter) -> tuple[int, ...]:
     return tuple(size for size, axis in zip(p.shape, p.axes, strict=True) if axis not in ("layers", "expert"))
 
 
-def _hub_shape(p: Parameter) -> tuple[int, ...]:
+def hub_shape(p: Parameter) -> tuple[int, ...]:
+    """Shape of each of the parameter's hub tensors; a matrix is ``(out, in)``."""
     shape = _single_shape(p)
     if not p.matrix:
         return shape if "head_dim" not in p.axes or len(shape) == 1 else (int(np.prod(shape)),)
@@ -301,7 +302,7 @@ def _from_hub(p: Parameter, tensor: np.ndarray) -> np.ndarray:
 
 
 def _to_hub(p: Parameter, value: np.ndarray) -> np.ndarray:
-    rows, *columns = _hub_shape(p)
+    rows, *columns = hub_shape(p)
     return np.ascontiguousarray(value.reshape(*columns, rows).T if p.matrix else value.reshape(rows, *columns))
 
 
@@ -327,7 +328,9 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], limit
 
     def flush() -> None:
         nonlocal size
-        save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        file = folder / f"shard-{len(shards)}"
+        save_file(pending, file, metadata={"format": "pt"})
+        file.chmod(0o666 & ~_umask())  # safetensors makes it private
         shards.append(list(pending))
         pending.clear()
         size = 0

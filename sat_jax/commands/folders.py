@@ -1,0 +1,50 @@
+"""Run folders and their checkpoints, as several commands read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from sat_jax import learner, setup
+from sat_jax.checkpoint import Checkpoints
+from sat_jax.config import ExperimentConfig
+from sat_jax.records import from_dict
+
+
+def run_config(folder: Path) -> ExperimentConfig | None:
+    """The configuration of a run folder; None for a Hugging Face folder, whose config.json describes a model.
+
+    Raises:
+        ValueError: neither of the two, or ``config.json`` is damaged.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no config.json: give a Hugging Face folder or a run folder")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no valid JSON ({error}): restore it") from error
+    return from_dict(ExperimentConfig, record["config"]) if "versions" in record and "config" in record else None
+
+
+def checkpoint_params(
+    folder: Path, config: ExperimentConfig, policy: setup.Policy, step: int | None = None
+) -> tuple[Any, int]:
+    """The policy's parameters in a run's checkpoint of ``step`` (None: the newest), and that step.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it is of another model.
+    """
+    checkpoints = Checkpoints(folder / "checkpoints")
+    try:
+        step = checkpoints.latest_step() if step is None else step
+        if step is None:
+            raise ValueError(f"{folder} has no checkpoint yet: wait for one, or use the policy that it started from")
+        like = learner.init_state(setup.build_learner(config, policy.config), policy.params)
+        state, _, _ = checkpoints.restore(step, like)
+        return jax.block_until_ready(state.params), step
+    finally:
+        checkpoints.close()
