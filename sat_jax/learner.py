@@ -11,6 +11,7 @@ put back into their order before anything is summed, and are divided once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -21,7 +22,7 @@ import optax
 from sat_jax import losses, model
 from sat_jax.losses import LossInputs, LossRows, LossSummary
 from sat_jax.losses.masked import masked_mean
-from sat_jax.model import ForwardOptions, ModelConfig, RouterOutput, load_balancing_loss, router_z_loss
+from sat_jax.model import ForwardOptions, ModelConfig, Placement, RouterOutput, load_balancing_loss, router_z_loss
 from sat_jax.types import NATIVE_ROUTE, Batch, TrainState
 
 Metrics = dict[str, jax.Array]
@@ -109,6 +110,40 @@ def init_state(spec: LearnerSpec, params: Any) -> TrainState:
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=spec.optimizer.init(params))
 
 
+def state_shardings(spec: LearnerSpec) -> TrainState:
+    """Where every array of the training state lies on the mesh of ``spec.forward.placement``: a tree of shardings.
+
+    Moments lie like the parameters they belong to; counters are replicated.
+
+    Raises:
+        ValueError: no placement, or a mesh that does not divide the model.
+    """
+    placement = _placement(spec)
+    params = model.param_shardings(spec.model, placement.mesh)
+    replicated = placement.sharding(())
+    state = jax.eval_shape(partial(init_state, spec), model.abstract_params(spec.model))
+    opt_state = optax.tree_map_params(
+        spec.optimizer,
+        lambda _, sharding: sharding,
+        state.opt_state,
+        params,
+        transform_non_params=lambda _: replicated,
+    )
+    return TrainState(step=replicated, params=params, opt_state=opt_state)
+
+
+def batch_shardings(spec: LearnerSpec, batch: Batch) -> Batch:
+    """The rows of ``batch`` (arrays or shapes) dealt over the mesh of ``spec.forward.placement``."""
+    placement = _placement(spec)
+    return jax.tree.map(lambda x: placement.sharding(("batch", *(None,) * (len(x.shape) - 1))), batch)
+
+
+def _placement(spec: LearnerSpec) -> Placement:
+    if spec.forward.placement is None:
+        raise ValueError("this LearnerSpec has no mesh: set forward=ForwardOptions(placement=Placement(mesh))")
+    return spec.forward.placement
+
+
 def score(spec: LearnerSpec, params: Any, batch: Batch) -> Scores:
     """Log-probs and entropies of ``batch.tokens`` under ``params``, without gradient, micro-batch by micro-batch.
 
@@ -180,6 +215,7 @@ def _forward(
         batch.tokens,
         temperature=spec.temperature if temperature is None else temperature,
         chunk_size=spec.head_chunk,
+        placement=spec.forward.placement,
     )
     routing = None if out.router is None else _routing(spec, out.router, batch, whole)
     return _Pass(head.log_probs, head.entropy, routing)
