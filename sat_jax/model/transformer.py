@@ -255,9 +255,11 @@ def extend(
 
 
 def split_layers(params: Params, cfg: ModelConfig) -> Params:
-    """``params`` with every run a tuple of its layers. ``extend`` then unrolls, and reads each layer's weights where
-    they
-    are: out of a stack, a loop over decode steps would copy all of them once a token."""
+    """``params`` with every run a tuple of its layers.
+
+    ``extend`` then unrolls, and reads each layer's weights where they are: out of a stack, a loop over decode steps would
+    copy all of them once a token.
+    """
     layers_of = {
         run.name: tuple(jax.tree.map(lambda x: x[i], params[run.name]) for i in range(run.length))  # noqa: B023 -- at once
         for run in cfg.runs
