@@ -15,11 +15,11 @@ from matplotlib.figure import Figure
 
 from sat_jax.inspection import Inspection
 from sat_jax.losses import LossConfig
-from sat_jax.losses.loss import token_terms
 from sat_jax.losses.masked import one_token
 from sat_jax.losses.ratios import safe_exp
 from sat_jax.losses.rules.base import Token
 from sat_jax.losses.rules.sat import SatSummary
+from sat_jax.losses.tokens import token_terms
 
 INK, MUTED, POSITIVE, NEGATIVE, ACCENT = "#1f2a37", "#5c6773", "#0072b2", "#d55e00", "#009e73"
 

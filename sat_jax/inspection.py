@@ -14,7 +14,7 @@ import numpy as np
 
 from sat_jax import losses
 from sat_jax.losses import LossConfig, LossInputs
-from sat_jax.losses.loss import prepare, rule_summaries, token_terms
+from sat_jax.losses.tokens import prepare, rule_summaries, token_terms
 from sat_jax.records import nearest
 
 ALIASES: dict[str, tuple[str, ...]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from sat_jax.losses.ratios import safe_exp
 
 if TYPE_CHECKING:
     from sat_jax.losses.config import LossConfig
-    from sat_jax.losses.inputs import LossInputs
-    from sat_jax.losses.loss import Prepared, TokenTerms
+    from sat_jax.losses.rules.base import Token
+    from sat_jax.losses.tokens import TokenTerms
 
 Reduction = Literal["sum", "mean", "min", "max", "value"]
 
@@ -51,41 +51,36 @@ everywhere. ``Loss.metrics`` does all of it on concatenated rows; who combines f
 
 @struct.dataclass
 class Reductions:
-    """Per-row partial results, each float [B]: sums over active tokens, minima and maxima over them."""
+    """Partial results by metric name: sums over active tokens, minima and maxima over them.
+
+    Per token (fields broadcast to [B, T]) as ``token_diagnostics`` makes them, per row ([B]) after ``reduce_rows``.
+    """
 
     sums: dict[str, jax.Array]
     minima: dict[str, jax.Array]
     maxima: dict[str, jax.Array]
 
 
-def policy_diagnostics(
-    config: LossConfig, inputs: LossInputs, prepared: Prepared, terms: TokenTerms, entropy: jax.Array | None
-) -> Reductions:
-    """Table 10's diagnostics and their neighbours, reduced over each row's active tokens."""
-    mask, token, d = prepared.mask, prepared.token, prepared.token_log_ratio
-
-    def total(x: jax.Array) -> jax.Array:
-        return row_sum(x, mask).astype(d.dtype)
-
+def token_diagnostics(config: LossConfig, token: Token, terms: TokenTerms, summaries: dict[str, Any]) -> Reductions:
+    """Table 10's diagnostics and their neighbours, token by token; elementwise, so a kernel calls it on tiles."""
+    # Token ratios against the engine for every method, sequence methods included (52).
+    d = token.frozen_log_prob - token.behavior_log_prob
     sums = {
-        "train/tokens": jnp.sum(mask, axis=-1, dtype=d.dtype),
-        "train/d_bar": total(jnp.abs(d)),
+        "train/tokens": jnp.ones_like(d),
+        "train/d_bar": jnp.abs(d),
         # k3 of KL(mu || pi) from mu's own samples: E_mu[r - 1 - log r].
-        "train/kl_train_rollout": total(safe_exp(d) - 1 - d),
-        "train/clip_fraction": total(terms.cut),
+        "train/kl_train_rollout": safe_exp(d) - 1 - d,
+        "train/clip_fraction": terms.cut,
     }
     minima: dict[str, jax.Array] = {}
-    maxima = {"train/ratio_max": row_max(token.frozen_ratio, mask, empty=0)}
-    if entropy is not None:
-        sums["train/entropy"] = total(entropy)
     if terms.keep is not None:
-        sums["train/keep_fraction"] = total(terms.keep)
+        sums["train/keep_fraction"] = terms.keep
     if terms.weight is not None:
-        sums["train/weight_mean"] = total(terms.weight)
-    middle = token.implementation if inputs.rollout_policy_log_probs is not None else token.proximal
+        sums["train/weight_mean"] = terms.weight
+    middle = token.proximal if token.implementation is None else token.implementation
     if middle is not None:
-        sums["async/delta_pi"] = total(jnp.abs(d - middle))
-        sums["async/delta_impl"] = total(jnp.abs(middle))
+        sums["async/delta_pi"] = jnp.abs(d - middle)
+        sums["async/delta_impl"] = jnp.abs(middle)
     radii = terms.radii
     if (
         terms.gate is not None
@@ -94,16 +89,27 @@ def policy_diagnostics(
         and radii.c_high is not None
     ):
         sums |= {
-            "sat/gate_rate": total(terms.gate),
-            "sat/intercept_rate": total(terms.intercepted),
-            "sat/eps_low_mean": total(radii.low),
-            "sat/eps_high_mean": total(radii.high),
-            "sat/c_low_mean": total(radii.c_low),
-            "sat/c_high_mean": total(radii.c_high),
+            "sat/gate_rate": terms.gate,
+            "sat/intercept_rate": terms.intercepted,
+            "sat/eps_low_mean": radii.low,
+            "sat/eps_high_mean": radii.high,
+            "sat/c_low_mean": radii.c_low,
+            "sat/c_high_mean": radii.c_high,
         }
-        minima["sat/c_low_min"] = row_min(radii.c_low, mask, empty=1)
-        minima["sat/c_high_min"] = row_min(radii.c_high, mask, empty=1)
-    return Reductions(sums, minima, maxima)
+        minima = {"sat/c_low_min": radii.c_low, "sat/c_high_min": radii.c_high}
+    if "sat" in config.rules and config.sat.scope != "batch":
+        # No single number: report the mean of the q that tokens were held against.
+        sums["sat/q"] = jnp.broadcast_to(summaries["sat"].q, radii.low.shape)
+    return Reductions(sums, minima, {"train/ratio_max": token.frozen_ratio})
+
+
+def reduce_rows(per_token: Reductions, mask: jax.Array) -> Reductions:
+    """Reduce per-token diagnostics over each row's active tokens."""
+    return Reductions(
+        {name: row_sum(x, mask) for name, x in per_token.sums.items()},
+        {name: row_min(x, mask, empty=1) for name, x in per_token.minima.items()},
+        {name: row_max(x, mask, empty=0) for name, x in per_token.maxima.items()},
+    )
 
 
 def reduce_metrics(rows: Reductions, tokens: jax.Array) -> dict[str, jax.Array]:

@@ -88,14 +88,16 @@ class Rule:
         source: paper and equation.
         summary: one line for ``sat-jax methods``.
         needs: names of optional ``LossInputs`` arrays it cannot do without.
-        elementwise: False where it looks at a whole sequence; such rules stay out of the one-pass kernel.
     """
 
     kind: ClassVar[Kind]
     source: ClassVar[str]
     summary: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()
-    elementwise: ClassVar[bool] = True
+
+    def elementwise(self) -> bool:
+        """False where the rule looks at a whole sequence; it then stays out of the one-pass kernel."""
+        return True
 
     def summarize(self, token: Token, order_statistic: Callable[[jax.Array, float], jax.Array]) -> Any:
         """Pytree of what the rule must know about the whole batch. No gradient.

@@ -38,6 +38,10 @@ class Icepop(Weight):
         if self.level not in ("token", "sequence_product"):
             raise ValueError(f"icepop.level = {self.level!r} is unknown: use 'token' or 'sequence_product'")
 
+    def elementwise(self) -> bool:
+        """Unless the weight is the product over the response."""
+        return self.level == "token"
+
     def weight(self, token: Token) -> jax.Array:
         """k or 1 inside the band, 0 outside."""
         k = rollout_ratio(token, self.level)

@@ -22,9 +22,12 @@ class Opsm(Mask):
 
     source: ClassVar[str] = "DeepSeek-V3.2 arXiv:2512.02556 (9); TRL off_policy_mask_threshold"
     summary: ClassVar[str] = "drops responses with A < 0 whose mean log(mu / pi) exceeds threshold"
-    elementwise: ClassVar[bool] = False
 
     threshold: float = 0.05
+
+    def elementwise(self) -> bool:
+        """A response is kept or dropped as a whole."""
+        return False
 
     def keep(self, token: Token, radii: Radii) -> jax.Array:
         """One statistic a response; the sign of A may vary by token."""

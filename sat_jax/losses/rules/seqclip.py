@@ -22,7 +22,6 @@ class Seqclip(Mask):
 
     source: ClassVar[str] = "arXiv:2607.18722 (39)"
     summary: ClassVar[str] = "drops responses whose geometric-mean ratio is outside [lower, upper]"
-    elementwise: ClassVar[bool] = False
 
     lower: float = 0.995
     upper: float = 1.005
@@ -32,6 +31,10 @@ class Seqclip(Mask):
             raise ValueError(
                 f"seqclip band [{self.lower}, {self.upper}] must contain 1: on-policy responses must be kept"
             )
+
+    def elementwise(self) -> bool:
+        """A response is kept or dropped as a whole."""
+        return False
 
     def keep(self, token: Token, radii: Radii) -> jax.Array:
         """One answer a sequence, broadcast to its tokens."""

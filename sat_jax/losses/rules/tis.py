@@ -42,6 +42,10 @@ class Tis(Weight):
         if self.level not in ("token", "sequence_product"):
             raise ValueError(f"tis.level = {self.level!r} is unknown: use 'token' or 'sequence_product'")
 
+    def elementwise(self) -> bool:
+        """Unless the weight is the product over the response."""
+        return self.level == "token"
+
     def weight(self, token: Token) -> jax.Array:
         """No gradient: both policies are fixed."""
         return jnp.clip(rollout_ratio(token, self.level), self.floor, self.cap)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from sat_jax.geometry import token_at
 from sat_jax.losses import LossConfig
-from sat_jax.losses.loss import token_terms
 from sat_jax.losses.rules.sat import SatSummary
+from sat_jax.losses.tokens import token_terms
 
 PPO = LossConfig(rules=("ppo",), eps_low=0.2, eps_high=0.28)
 SAT = LossConfig(rules=("ppo", "sat"), eps_low=0.2, eps_high=0.28)
