@@ -69,10 +69,13 @@ class LocalEngine:
             nothing had happened, or recomputed with the new weights. Recorded experts stay those that produced the
             recorded log-probs.
         selection_noise: see ``EngineShape``; 0 in every honest run.
-        options: of the forward pass.
+        options: of the forward pass; its placement is the mesh that the engine samples on.
+        device: where the engine samples, if not on a mesh and not where ``params`` are: rollout and learner overlap
+        only
+            on devices of their own. New weights are brought over.
 
     Raises:
-        ValueError: sizes below 1, a context longer than the model's.
+        ValueError: sizes below 1, a context longer than the model's, a device and a mesh.
     """
 
     def __init__(
@@ -92,10 +95,13 @@ class LocalEngine:
         kv_on_swap: KVOnSwap = "keep",
         selection_noise: float = 0.0,
         options: model.ForwardOptions | None = None,
+        device: jax.Device | None = None,
     ) -> None:
         for name, value in (("n_slots", n_slots), ("max_len", max_len), ("decode_steps", decode_steps)):
             if value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
+        if device is not None and options is not None and options.placement is not None:
+            raise ValueError(f"device = {device} and a mesh: the engine samples on one or the other, leave one out")
         declared = (tokenizer.eos_ids if tokenizer is not None else ()) or cfg.eos_token_id
         self._shape = EngineShape(
             cfg=cfg,
@@ -110,10 +116,12 @@ class LocalEngine:
             options=options or model.ForwardOptions(),
         )
         self._programs = programs_for(self._shape)
-        self._tokenizer, self._dtype, self._kv_on_swap = tokenizer, dtype, kv_on_swap
+        self._tokenizer, self._dtype, self._kv_on_swap, self._device = tokenizer, dtype, kv_on_swap, device
         self._cache = model.init_cache(cfg, n_slots, max_len, dtype, self._shape.options.placement)
+        if device is not None:
+            self._cache = jax.device_put(self._cache, device)
         self._layout = jax.tree.map(jnp.shape, params)
-        self._params, self._version = self._programs.own(params, dtype), version
+        self._params, self._version = self._own(params), version
         self._lock = threading.Lock()
         self._pending: tuple[model.Params, int] | None = None
         self._aborted: set[str] | None = set()  # None: all
@@ -139,7 +147,7 @@ class LocalEngine:
             raise ValueError(
                 "the new weights have another structure or other shapes than the engine's: same model only"
             )
-        own = self._programs.own(params, self._dtype)
+        own = self._own(params)
         with self._lock:
             self._pending = own, version
 
@@ -213,6 +221,10 @@ class LocalEngine:
         self._cache, _ = self._programs.decode(self._params, self._cache, self._records.state())
 
     # ------------------------------------------------------------------ between two dispatches
+
+    def _own(self, params: model.Params) -> model.Params:
+        copies = self._programs.own(params, self._dtype)
+        return copies if self._device is None else jax.device_put(copies, self._device)
 
     def _swap_weights(self) -> None:
         with self._lock:

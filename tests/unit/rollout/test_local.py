@@ -1,6 +1,9 @@
 """The in-process engine against whole-sequence forward passes of the same weights."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 import zlib
 from functools import partial
 from pathlib import Path
@@ -392,3 +395,29 @@ def test_layers_side_by_side_compute_what_stacked_ones_do(params, monkeypatch):
     for t in stacked:
         np.testing.assert_array_equal(t.response_ids, split[t.request_id].response_ids)
         np.testing.assert_allclose(t.log_probs, split[t.request_id].log_probs, atol=1e-5)
+
+
+def test_the_engine_samples_on_a_device_of_its_own_or_on_a_mesh():
+    root = Path(__file__).parents[3]
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(root),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.rollout.two_devices_main"],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "same\n", done.stderr
+
+
+def test_a_device_and_a_mesh_exclude_each_other(params):
+    axis_types = (jax.sharding.AxisType.Auto,) * len(model.MESH_AXES)
+    mesh = jax.make_mesh((1,) * len(model.MESH_AXES), model.MESH_AXES, axis_types=axis_types)
+    options = model.ForwardOptions(placement=model.Placement(mesh))
+    with pytest.raises(ValueError, match="one or the other"):
+        LocalEngine(CFG, params, device=jax.devices()[0], options=options, **SHAPE)
