@@ -71,7 +71,7 @@ def subjects() -> dict[str, LossConfig]:
 def batch(B: int = 4, T: int = 10, seed: int = 0) -> LossInputs:
     """Ragged rows with holes, every optional array there."""
     rng = np.random.default_rng(seed)
-    mask = (rng.random((B, T)) < 0.75) & (np.arange(T) < rng.integers(3, T + 1, (B, 1)))
+    mask = (rng.random((B, T)) < 0.75) & (np.arange(T) < rng.integers(min(3, T), T + 1, (B, 1)))
     base = -rng.gamma(0.7, 1.0, (B, T)) - 0.6
 
     def near(scale: float) -> jax.Array:

@@ -1,0 +1,128 @@
+"""The loss with its hot parts in Pallas, and the choice between it and the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from sat_jax import losses
+from sat_jax.kernels.clip_path import Operands, Plan, clip_path
+from sat_jax.kernels.order_statistic import order_statistic
+from sat_jax.losses import Loss, LossConfig, LossSummary
+from sat_jax.losses.diagnostics import Reductions
+from sat_jax.losses.quantile import rank_from_alpha
+from sat_jax.losses.rules.base import Rule
+from sat_jax.losses.tokens import TOKEN_ARRAYS, Prepared, Ranker, ranker, rule_summaries, unit_log_ratios
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelLoss(Loss):
+    """A ``Loss`` whose policy term is one Pallas kernel and whose quantile is a counting kernel.
+
+    Attributes:
+        mesh: where rows are sharded over several devices; the kernels then run under ``shard_map``. None: one device.
+        row_axes: the mesh axes that rows are sharded over.
+        interpret: as for ``pallas_call``; None interprets on a CPU and compiles elsewhere.
+    """
+
+    mesh: Mesh | None = None
+    row_axes: tuple[str, ...] = ()
+    interpret: Any = None
+
+    def __post_init__(self) -> None:
+        whole = [name for name, rule in self.config.active(Rule) if not rule.elementwise()]
+        if whole:
+            raise ValueError(
+                f"loss.kernel = 'pallas' with rule {whole[0]}, which looks at whole responses: "
+                "use kernel 'reference' (or 'auto')"
+            )
+
+    def policy_rows(self, prepared: Prepared, summary: LossSummary, scale: jax.Array) -> tuple[jax.Array, Reductions]:
+        """One pass over the tokens."""
+        config = self.config
+        summaries = rule_summaries(config, prepared, summary, self.ranker)
+        leaves, structure = jax.tree.flatten(summaries)
+        width = prepared.mask.shape[-1]
+        d, frozen_d, unit = None, None, "token"
+        if config.unit != "token":
+            d, frozen_d = unit_log_ratios(config, prepared.arrays, prepared.sequences)
+            unit = "tile" if d.shape[-1] == width and width > 1 else "row"
+        frozen = unit != "token" and "scored_log_probs" in prepared.arrays
+        arrays = {name: prepared.arrays[name] for name in TOKEN_ARRAYS if name in prepared.arrays}
+        arrays["advantages"] = jnp.broadcast_to(arrays["advantages"], prepared.mask.shape)
+        plan = Plan(
+            config=config,
+            names=tuple(arrays),
+            unit=unit,
+            frozen=frozen,
+            scale="tile" if scale.shape[-1] == width and width > 1 else "row",
+            summaries=structure,
+            interpret=self._interpret(),
+        )
+        rows = prepared.mask.shape[0]
+        operands = Operands(
+            tokens=tuple(arrays.values()),
+            mask=prepared.mask,
+            d=d,
+            frozen_d=frozen_d if frozen else None,
+            scale=scale,
+            summaries=tuple(jnp.broadcast_to(leaf, (rows, 1)) for leaf in leaves),
+        )
+        loss, diagnostics = self._over_rows(lambda operands: clip_path(plan, operands), operands)
+        return loss, diagnostics
+
+    def ranker(self, prepared: Prepared, axis_names: tuple[str, ...] = (), shards: int = 1) -> Ranker:
+        """Counting passes for one number a token; one number a row is ranked by the reference, which is as fast."""
+        reference = ranker(prepared, axis_names, shards)
+        mask = prepared.mask
+
+        def quantile(x: jax.Array, alpha: float) -> jax.Array:
+            if shards > 1 or x.shape != mask.shape or x.shape[-1] == 1:
+                return reference(x, alpha)
+            interpret = self._interpret()
+
+            def ranked(x: jax.Array, mask: jax.Array) -> jax.Array:
+                axes = (*axis_names, *self.row_axes) if self.mesh is not None else axis_names
+                n = jnp.sum(mask, dtype=jnp.uint32)
+                for axis in axes:
+                    n = jax.lax.psum(n, axis)
+                return order_statistic(x, mask, rank_from_alpha(n, alpha), axes, interpret)
+
+            if self.mesh is None:
+                return ranked(x, mask)
+            spec = P(self.row_axes)
+            return jax.shard_map(ranked, mesh=self.mesh, in_specs=(spec, spec), out_specs=P(), check_vma=False)(x, mask)
+
+        return quantile
+
+    def _over_rows(self, f: Any, operands: Operands) -> Any:
+        if self.mesh is None:
+            return f(operands)
+        spec = P(self.row_axes)
+        return jax.shard_map(f, mesh=self.mesh, in_specs=(spec,), out_specs=spec, check_vma=False)(operands)
+
+    def _interpret(self) -> Any:
+        return jax.default_backend() == "cpu" if self.interpret is None else self.interpret
+
+
+def make_loss(
+    config: LossConfig, mesh: Mesh | None = None, row_axes: tuple[str, ...] = (), interpret: Any = None
+) -> Loss:
+    """The loss that ``config`` describes, with the implementation that ``config.kernel`` names.
+
+    ``auto`` is the reference on every platform: the compiler's own fusion moves as few bytes (docs/rules.md has the
+    measurement), needs no shard_map and works for every rule. ``pallas`` is there to be chosen.
+
+    Args:
+        config: the loss.
+        mesh, row_axes: where rows are sharded, for ``pallas``.
+        interpret: for ``pallas``; None interprets on a CPU.
+    """
+    if config.kernel == "pallas":
+        return KernelLoss(config, mesh, row_axes, interpret)
+    return losses.make_loss(config)
