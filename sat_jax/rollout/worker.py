@@ -104,12 +104,12 @@ class RolloutWorker:
             raise ValueError(f"version {version} after {self._published}: versions never go back")
         if version == self._published or not self._schedule.is_published(version):
             return
-        self._published = version
         if self._schedule.free_running:
             self._engine.update_weights(params, version)
             self._queue.set_version(version)
         else:
             self._weights.publish(params, version)
+        self._published = version  # last: an update that failed has published nothing
 
     def settle(self, version: int) -> None:
         """Blocks until every batch that weights older than ``version`` sample has been generated (or the queue stops).

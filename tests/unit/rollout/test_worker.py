@@ -268,6 +268,20 @@ def test_publishing_backwards_is_refused(stream):
         run.worker.publish({}, 1)
 
 
+def test_a_failed_update_publishes_nothing(stream):
+    class Refusing(FakeEngine):
+        def update_weights(self, params, version):
+            raise ValueError("weights refused")
+
+    run = Run(stream, free_running(), engine=Refusing(), max_staleness=0)
+    capacity = run.queue.capacity
+    for _ in range(2):  # the second try is made, not taken for done
+        with pytest.raises(ValueError, match="weights refused"):
+            run.worker.publish({}, 1)
+    assert run.queue.capacity == capacity
+    assert run.engine.version == 0
+
+
 def test_published_weights_are_copies():
     import jax.numpy as jnp
 
