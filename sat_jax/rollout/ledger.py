@@ -83,7 +83,7 @@ class Ledger:
             return
         now = round(time.time(), 3)
         for group_id, prompt_id, position in groups:
-            record = dataclasses.asdict(Entry(group_id, prompt_id, state, version, step, now, position, note))
+            record = vars(Entry(group_id, prompt_id, state, version, step, now, position, note))
             self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
