@@ -214,6 +214,7 @@ def _experts(
         first = jax.lax.axis_index(expert) * experts[0].shape[0] if expert else 0
         mine = (indices >= first) & (indices < first + experts[0].shape[0])
         indices = jnp.where(mine, indices - first, experts[0].shape[0])
+        weights = jnp.where(mine, weights, 0)
         rows = x.shape[0] * T
         y = grouped(
             x.reshape(rows, D), indices.reshape(rows, K), weights.reshape(rows, K), (experts[0], experts[1], experts[2])
@@ -298,7 +299,9 @@ _collect.defvjp(
 
 def _grouped(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weights, ragged: bool) -> jax.Array:
     if not ragged:
-        at = _layout(indices, experts[0].shape[0], _block_size(indices.size, experts[0].shape[0]))
+        # Shapes are static, so rows that are not wanted (weight 0) may as well go to expert 0: no gather has to look.
+        E = experts[0].shape[0]
+        at = _layout(jnp.where(indices < E, indices, 0), E, _block_size(indices.size, E))
         return _blocked(x, weights, *experts, at.slot, at.row, at.block_expert)
     gate, up, down = experts
     at = _layout(indices, gate.shape[0], block=1)
@@ -345,29 +348,29 @@ def _blocked_forward(
     row: jax.Array,
     owner: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    rows, scale = _spread_blocks(x, weights, slot, row, owner)
+    rows, scale = _spread_blocks(x, weights, slot, owner)
     a, b = _matmul(rows, gate[owner]), _matmul(rows, up[owner])
     y = _matmul(jax.nn.silu(a) * b * scale, down[owner])
-    return _collect_blocks(y, weights, slot, row), (x, weights, gate, up, down, slot, row, owner, a, b)
+    return _collect_blocks(y, weights, row), (x, weights, gate, up, down, slot, row, owner, a, b)
 
 
 def _blocked_backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
     x, weights, gate, up, down, slot, row, owner, a, b = saved
-    rows, scale = _spread_blocks(x, weights, slot, row, owner)
-    d_y, _ = _spread_blocks(d_out, weights, slot, row, owner)
+    rows, scale = _spread_blocks(x, weights, slot, owner)
+    d_y, _ = _spread_blocks(d_out, weights, slot, owner)
     sigmoid = jax.nn.sigmoid(a)
     hidden = a * sigmoid * b
     d_scaled = _matmul_t(d_y, down[owner])
     d_hidden = d_scaled * scale
     d_a, d_b = d_hidden * b * sigmoid * (1 + a * (1 - sigmoid)), d_hidden * a * sigmoid
     d_rows = _matmul_t(d_a, gate[owner]) + _matmul_t(d_b, up[owner])
-    d_weights = _collect(jnp.sum(d_scaled * hidden, axis=-1).reshape(-1, 1), slot, row, 1)
+    d_weights = jnp.sum(d_scaled * hidden, axis=-1).reshape(-1)[row]
 
     def per_expert(blocks: jax.Array, like: jax.Array) -> jax.Array:
         return jnp.zeros(like.shape, jnp.float32).at[owner].add(blocks).astype(like.dtype)
 
     return (
-        _collect_blocks(d_rows, weights, slot, row),
+        _collect_blocks(d_rows, weights, row),
         d_weights.reshape(weights.shape),
         per_expert(_outer(rows, d_a), gate),
         per_expert(_outer(rows, d_b), up),
@@ -381,17 +384,19 @@ def _blocked_backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[j
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _spread_blocks(
-    x: jax.Array, weights: jax.Array, slot: jax.Array, row: jax.Array, owner: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Rows ``[blocks, rows, D]`` and their gate weights ``[blocks, rows, 1]``."""
-    blocks = owner.shape[0]
-    rows = _spread(x, slot, row, weights.shape[-1]).reshape(blocks, -1, x.shape[-1])
-    return rows, _spread(weights.reshape(-1, 1), slot, row, 1).reshape(blocks, -1, 1)
+def _spread_blocks(x: jax.Array, weights: jax.Array, slot: jax.Array, owner: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows ``[blocks, rows, D]`` and their gate weights ``[blocks, rows, 1]``.
+
+    The weights are 0 in filler rows, so that what else a filler holds reaches neither the output nor a gradient.
+    """
+    blocks, K = owner.shape[0], weights.shape[-1]
+    rows = jnp.take(x, slot // K, axis=0, mode="clip")
+    scale = jnp.take(weights.reshape(-1), slot, mode="fill", fill_value=0)
+    return rows.reshape(blocks, -1, x.shape[-1]), scale.reshape(blocks, -1, 1)
 
 
-def _collect_blocks(y: jax.Array, weights: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
-    return _collect(y.reshape(-1, y.shape[-1]), slot, row, weights.shape[-1])
+def _collect_blocks(y: jax.Array, weights: jax.Array, row: jax.Array) -> jax.Array:
+    return jnp.take(y.reshape(-1, y.shape[-1]), row.reshape(weights.shape), axis=0, mode="clip").sum(axis=1)
 
 
 def _block_size(assignments: int, experts: int) -> int:

@@ -257,8 +257,8 @@ def extend(
 def split_layers(params: Params, cfg: ModelConfig) -> Params:
     """``params`` with every run a tuple of its layers.
 
-    ``extend`` then unrolls, and reads each layer's weights where they are: out of a stack, a loop over decode steps would
-    copy all of them once a token.
+    ``extend`` then unrolls, and reads each layer's weights where they are: out of a stack, a loop over decode steps
+    would copy all of them once a token.
     """
     layers_of = {
         run.name: tuple(jax.tree.map(lambda x: x[i], params[run.name]) for i in range(run.length))  # noqa: B023 -- at once
@@ -288,13 +288,15 @@ def _layer(
 ) -> tuple[jax.Array, RouterOutput | None]:
     """One pre-norm layer; ``attention`` is the only thing in which training and decoding differ."""
     p = jax.tree.map(lambda leaf: leaf.astype(x.dtype), p)
-    x = x + attention(p["attention"], layers.rms_norm(x, p["attention_norm"], cfg.rms_norm_eps))
-    h = layers.rms_norm(x, p["mlp_norm"], cfg.rms_norm_eps)
+    with jax.named_scope("attention"):
+        x = x + attention(p["attention"], layers.rms_norm(x, p["attention_norm"], cfg.rms_norm_eps))
     router = None
-    if run.moe:
-        y, router = moe_mlp(p["mlp"], cfg, h, valid, recorded, options.moe, options.placement, selection_noise)
-    else:
-        y = layers.dense_mlp(p["mlp"], cfg, h)
+    with jax.named_scope("mlp"):
+        h = layers.rms_norm(x, p["mlp_norm"], cfg.rms_norm_eps)
+        if run.moe:
+            y, router = moe_mlp(p["mlp"], cfg, h, valid, recorded, options.moe, options.placement, selection_noise)
+        else:
+            y = layers.dense_mlp(p["mlp"], cfg, h)
     return constrain(x + y, _HIDDEN, options.placement), router
 
 
