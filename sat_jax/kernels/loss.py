@@ -17,7 +17,7 @@ from sat_jax.losses import Loss, LossConfig, LossSummary
 from sat_jax.losses.diagnostics import Reductions
 from sat_jax.losses.quantile import rank_from_alpha
 from sat_jax.losses.rules.base import Rule
-from sat_jax.losses.tokens import TOKEN_ARRAYS, Prepared, Ranker, ranker, rule_summaries, unit_log_ratios
+from sat_jax.losses.tokens import Prepared, Ranker, ranker, rule_summaries, unit_log_ratios
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,9 @@ class KernelLoss(Loss):
         if config.unit != "token":
             d, frozen_d = unit_log_ratios(config, prepared.arrays, prepared.sequences)
             unit = "tile" if d.shape[-1] == width and width > 1 else "row"
-        frozen = unit != "token" and "scored_log_probs" in prepared.arrays
-        arrays = {name: prepared.arrays[name] for name in TOKEN_ARRAYS if name in prepared.arrays}
+        frozen = unit != "token" and "scored_log_probs" in prepared.raw
+        # As they came: the kernel selects and casts on the chip, so each array is read once and never copied.
+        arrays = dict(prepared.raw)
         arrays["advantages"] = jnp.broadcast_to(arrays["advantages"], prepared.mask.shape)
         plan = Plan(
             config=config,
@@ -115,14 +116,19 @@ def make_loss(
 ) -> Loss:
     """The loss that ``config`` describes, with the implementation that ``config.kernel`` names.
 
-    ``auto`` is the reference on every platform: the compiler's own fusion moves as few bytes (docs/rules.md has the
-    measurement), needs no shard_map and works for every rule. ``pallas`` is there to be chosen.
+    ``auto`` takes the kernels where their compiled programs move fewer bytes (docs/rules.md has the figures): on TPUs,
+    for token ratios and elementwise rules, on one device or with ``mesh`` given. Everywhere else it is the reference.
 
     Args:
         config: the loss.
         mesh, row_axes: where rows are sharded, for ``pallas``.
         interpret: for ``pallas``; None interprets on a CPU.
     """
-    if config.kernel == "pallas":
+    if config.kernel == "pallas" or (config.kernel == "auto" and _wins(config, mesh)):
         return KernelLoss(config, mesh, row_axes, interpret)
     return losses.make_loss(config)
+
+
+def _wins(config: LossConfig, mesh: Mesh | None) -> bool:
+    fits = config.unit == "token" and all(rule.elementwise() for _, rule in config.active(Rule))
+    return fits and jax.default_backend() == "tpu" and (mesh is not None or jax.device_count() == 1)

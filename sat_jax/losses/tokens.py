@@ -51,12 +51,14 @@ class Prepared:
 
     Attributes:
         mask: bool [B, T].
-        arrays: the token arrays by name, selected.
+        raw: the token arrays by name, as they came; a kernel selects for itself.
+        arrays: the same, selected.
         sequences: how the tokens group.
         token: the rules' record.
     """
 
     mask: jax.Array
+    raw: dict[str, jax.Array]
     arrays: dict[str, jax.Array]
     sequences: Sequences
     token: Token
@@ -97,25 +99,23 @@ def prepare(config: LossConfig, inputs: LossInputs) -> Prepared:
     mask = inputs.loss_mask if inputs.loss_mask.dtype == bool else inputs.loss_mask != 0
     dtype = jnp.promote_types(inputs.log_probs.dtype, jnp.float32)
 
-    arrays = {name: getattr(inputs, name) for name in TOKEN_ARRAYS}
+    raw = {name: x for name in TOKEN_ARRAYS if (x := getattr(inputs, name)) is not None}
     if jnp.ndim(inputs.advantages) == 1:
-        arrays["advantages"] = jnp.where(jnp.any(mask, axis=-1), inputs.advantages, 0)[:, None]
+        raw["advantages"] = jnp.where(jnp.any(mask, axis=-1), inputs.advantages, 0)[:, None]
     groups = sequences(mask, inputs.segment_ids, dtype)
-    selected = select(arrays, mask, dtype)
-    return Prepared(
-        mask, selected, groups, record(config, selected, *unit_log_ratios(config, selected, groups), groups)
-    )
+    arrays = select(raw, mask, dtype)
+    d, frozen_d = unit_log_ratios(config, arrays, groups)
+    return Prepared(mask, raw, arrays, groups, record(config, arrays, d, frozen_d, groups))
 
 
-def select(arrays: dict[str, jax.Array | None], mask: jax.Array, dtype: jnp.dtype) -> dict[str, jax.Array]:
-    """Active entries in float32 or wider, 0 elsewhere; absent arrays left out.
+def select(arrays: dict[str, jax.Array], mask: jax.Array, dtype: jnp.dtype) -> dict[str, jax.Array]:
+    """Active entries in float32 or wider, 0 elsewhere; [B, 1] arrays are taken as they are.
 
     Before any arithmetic: masked entries may be NaN, and NaN times zero is NaN, forwards and backwards.
     """
     return {
         name: x.astype(dtype) if x.shape[-1] != mask.shape[-1] else jnp.where(mask, x, 0).astype(dtype)
         for name, x in arrays.items()
-        if x is not None
     }
 
 
