@@ -287,7 +287,7 @@ class LocalEngine:
             for width in reversed(self._shape.prefill_chunks):
                 left = length - start
                 chunks = -(-left // width) if width == narrowest else left // width
-                for i in range(int(chunks.max())):
+                for i in range(max(chunks.tolist())):
                     n_valid = np.where(i < chunks, np.minimum(length - start, width), 0).astype(np.int32)
                     tokens = np.zeros((W, width), np.int32)
                     for row, (_, ids) in enumerate(rows):
