@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "grade": Command("sat_jax.commands.data:grade", "grades the responses in a JSONL file"),
     "inspect": Command("sat_jax.commands.losses:inspect", "what a loss does to a batch dumped by any trainer"),
     "geometry": Command("sat_jax.commands.losses:geometry", "the clip geometry of a rule, as a figure"),
+    "ledger": Command("sat_jax.commands.ledger:ledger", "where every prompt group of a run ended"),
     "methods": Command("sat_jax.commands.losses:methods", "every named method: its rules, its source"),
 }
 

@@ -70,6 +70,19 @@ def test_every_group_has_one_end(finished: Path) -> None:
     report = audit(read_ledger(finished / "ledger.jsonl"))
     assert report.clean
     assert report.ends == {"trained": 12}
+    assert main(["ledger", str(finished)]) == 0
+
+
+def test_the_ledger_command_tells_what_is_wrong(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (finished / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "ledger.jsonl").write_text("".join(lines[:-1] + lines[-2:-1]))
+    assert main(["ledger", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "1 groups without an end" in shown
+    assert "1 groups doubled" in shown
+    assert main(["ledger", str(tmp_path / "nowhere")]) == 2
 
 
 def test_the_lag_is_the_one_asked_for_and_the_rest_is_sane(finished: Path) -> None:
