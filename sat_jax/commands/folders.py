@@ -38,11 +38,14 @@ def checkpoint_params(
     Raises:
         ValueError: there is no such checkpoint, or it is of another model.
     """
+    stored = sorted(int(p.name) for p in folder.glob("checkpoints/*") if p.name.isdigit())
+    if not stored:
+        raise ValueError(f"{folder} has no checkpoint yet: wait for one, or use the policy that it started from")
+    if step is not None and step not in stored:
+        raise ValueError(f"{folder} has no checkpoint of step {step}: choose one of {', '.join(map(str, stored))}")
     checkpoints = Checkpoints(folder / "checkpoints")
     try:
-        step = checkpoints.latest_step() if step is None else step
-        if step is None:
-            raise ValueError(f"{folder} has no checkpoint yet: wait for one, or use the policy that it started from")
+        step = stored[-1] if step is None else step
         like = learner.init_state(setup.build_learner(config, policy.config), policy.params)
         state, _, _ = checkpoints.restore(step, like)
         return jax.block_until_ready(state.params), step

@@ -46,6 +46,7 @@ LLAMA = model.ModelConfig(
     tie_word_embeddings=True,
     initializer_range=0.3,
 )
+PLAIN_LLAMA = dataclasses.replace(LLAMA, attention_bias=False, mlp_bias=False)
 
 
 def init(cfg: model.ModelConfig, seed: int = 0) -> model.Params:

@@ -209,7 +209,7 @@ def test_what_is_not_implemented_is_named(
 
 
 def test_files_that_are_no_gguf(params: model.Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = write(tmp_path / "other.gguf", {}, {}, kind="gemma")
+    write(tmp_path / "other.gguf", {}, {}, kind="gemma")
     text, empty = tmp_path / "text.gguf", tmp_path / "empty.gguf"
     text.write_text("not a model " * 20)
     empty.touch()

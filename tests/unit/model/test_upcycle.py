@@ -14,9 +14,8 @@ from safetensors.numpy import load_file
 from sat_jax import load_policy, model
 from sat_jax.model.upcycle import upcycle, upcycled_config
 
-from .common import DATA, LLAMA, MOE, init, run
+from .common import DATA, LLAMA, MOE, PLAIN_LLAMA, init, run
 
-PLAIN_LLAMA = dataclasses.replace(LLAMA, attention_bias=False, mlp_bias=False)
 QWEN = dataclasses.replace(
     LLAMA, model_type="qwen3", mlp_bias=False, tie_word_embeddings=False, eos_token_id=(3,), pad_token_id=0
 )
