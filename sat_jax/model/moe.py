@@ -349,32 +349,37 @@ def _blocked_forward(
     owner: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     rows, scale = _spread_blocks(x, weights, slot, owner)
-    a, b = _matmul(rows, gate[owner]), _matmul(rows, up[owner])
+    # Gate and up side by side: one wide matmul instead of two narrow ones, here and in the gradient.
+    both = _matmul(rows, jnp.concatenate([gate, up], axis=-1)[owner])
+    a, b = jnp.split(both, 2, axis=-1)
     y = _matmul(jax.nn.silu(a) * b * scale, down[owner])
-    return _collect_blocks(y, weights, row), (x, weights, gate, up, down, slot, row, owner, a, b)
+    return _collect_blocks(y, weights, row), (x, weights, gate, up, down, slot, row, owner, both)
 
 
 def _blocked_backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    x, weights, gate, up, down, slot, row, owner, a, b = saved
+    x, weights, gate, up, down, slot, row, owner, both = saved
+    a, b = jnp.split(both, 2, axis=-1)
     rows, scale = _spread_blocks(x, weights, slot, owner)
     d_y, _ = _spread_blocks(d_out, weights, slot, owner)
     sigmoid = jax.nn.sigmoid(a)
     hidden = a * sigmoid * b
     d_scaled = _matmul_t(d_y, down[owner])
     d_hidden = d_scaled * scale
-    d_a, d_b = d_hidden * b * sigmoid * (1 + a * (1 - sigmoid)), d_hidden * a * sigmoid
-    d_rows = _matmul_t(d_a, gate[owner]) + _matmul_t(d_b, up[owner])
+    d_both = jnp.concatenate([d_hidden * b * sigmoid * (1 + a * (1 - sigmoid)), d_hidden * a * sigmoid], axis=-1)
+    d_rows = _matmul_t(d_both, jnp.concatenate([gate, up], axis=-1)[owner])
     d_weights = jnp.sum(d_scaled * hidden, axis=-1).reshape(-1)[row]
 
-    def per_expert(blocks: jax.Array, like: jax.Array) -> jax.Array:
-        return jnp.zeros(like.shape, jnp.float32).at[owner].add(blocks).astype(like.dtype)
+    def per_expert(left: jax.Array, right: jax.Array) -> jax.Array:
+        whole = jnp.zeros((gate.shape[0], left.shape[-1], right.shape[-1]), jnp.float32)
+        return whole.at[owner].add(_outer(left, right)).astype(gate.dtype)
 
+    d_gate, d_up = jnp.split(per_expert(rows, d_both), 2, axis=-1)
     return (
         _collect_blocks(d_rows, weights, row),
         d_weights.reshape(weights.shape),
-        per_expert(_outer(rows, d_a), gate),
-        per_expert(_outer(rows, d_b), up),
-        per_expert(_outer(hidden * scale, d_y), down),
+        d_gate,
+        d_up,
+        per_expert(hidden * scale, d_y),
         None,
         None,
         None,
