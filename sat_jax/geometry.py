@@ -39,8 +39,17 @@ class Curve:
     gradient: np.ndarray
 
 
-def token_at(d: jax.Array, advantage: jax.Array, log_mu: jax.Array) -> Token:
-    """The rules' record of a lone token whose policies differ by ``d`` everywhere: pi_l = pi_prox = mu (scalars)."""
+def token_at(d: jax.Array, advantage: jax.Array, log_mu: jax.Array, before: jax.Array | None = None) -> Token:
+    """The rules' record of lone tokens, arrays of shape [1].
+
+    Args:
+        d: log-ratio of the surrogate, differentiable.
+        advantage: A.
+        log_mu: log-probability under the engine.
+        before: ``log pi_l - log mu = log pi_prox - log mu``, what separates the denominator from the engine; None (0)
+            where the denominator is the engine itself.
+    """
+    before = jnp.zeros_like(d) if before is None else before
     frozen = jax.lax.stop_gradient(d)
     ratio = safe_exp(d)
     return Token(
@@ -48,17 +57,20 @@ def token_at(d: jax.Array, advantage: jax.Array, log_mu: jax.Array) -> Token:
         frozen_ratio=jax.lax.stop_gradient(ratio),
         log_ratio=frozen,
         advantage=advantage,
-        log_prob=log_mu + d,
-        frozen_log_prob=log_mu + frozen,
+        log_prob=log_mu + before + d,
+        frozen_log_prob=log_mu + before + frozen,
         behavior_log_prob=log_mu,
-        implementation=jnp.zeros_like(d),
-        proximal=jnp.zeros_like(d),
+        implementation=before,
+        proximal=before,
         sequences=one_token(),
     )
 
 
 def curve(config: LossConfig, advantage: float, mu: float, q: float, span: float = 0.7, points: int = 1401) -> Curve:
-    """Objective and gradient of one token over ``|d| <= span``, the batch's quantile held at ``q``.
+    """Objective and gradient of one token over ``|log ratio| <= span``, the batch's quantile held at ``q``.
+
+    The axis is the ratio that the loss is about: ``pi / mu``, or, where the surrogate divides by a recomputation and a
+    weight corrects for the engine (TIS, IcePop, decoupled PPO), that correction ``pi_l / mu`` at ``pi = pi_l``.
 
     Raises:
         ValueError: mu outside (0, 1], q negative.
@@ -69,13 +81,17 @@ def curve(config: LossConfig, advantage: float, mu: float, q: float, span: float
         raise ValueError(f"q = {q} must not be negative: it is a quantile of |log ratio|; use 0.05")
     summaries: dict[str, Any] = {"sat": SatSummary(jnp.float32(q), jnp.float32(q))}
 
-    def objective(d: jax.Array) -> jax.Array:
-        # Records are arrays with a token axis; a grid point is a sequence of one.
-        token = token_at(d[None], jnp.full((1,), advantage, d.dtype), jnp.full((1,), np.log(mu), d.dtype))
+    corrects = config.denominator != "rollout"
+
+    def objective(x: jax.Array, at: jax.Array) -> jax.Array:
+        # Records are arrays with a token axis; a grid point is a sequence of one. The gradient is taken in x at 0.
+        frozen = jax.lax.stop_gradient(at)[None]
+        d, before = (x[None], frozen) if corrects else (x[None] + frozen, None)
+        token = token_at(d, jnp.full((1,), advantage, at.dtype), jnp.full((1,), np.log(mu), at.dtype), before)
         return -token_terms(config, token, summaries).loss[0]
 
     d = jnp.linspace(-span, span, points, dtype=jnp.float32)
-    value, gradient = jax.jit(jax.vmap(jax.value_and_grad(objective)))(d)
+    value, gradient = jax.jit(jax.vmap(jax.value_and_grad(objective)))(jnp.zeros_like(d), d)
     return Curve(np.asarray(d), np.asarray(value), np.asarray(gradient))
 
 
@@ -83,8 +99,9 @@ def geometry_figure(config: LossConfig, mu: float = 0.2, q: float = 0.05) -> Fig
     """Gradient and objective over the ratio for A = +1 and A = -1, and the gradient over (ratio, mu)."""
     figure = Figure(figsize=(10.5, 3.4), layout="constrained", facecolor="white")
     gradient_axes, objective_axes, plane = figure.subplots(1, 3)
+    span = 0.7 if config.denominator == "rollout" else 2.0  # weights have wider bounds than clips
     for advantage, colour in ((1.0, POSITIVE), (-1.0, NEGATIVE)):
-        c = curve(config, advantage, mu, q)
+        c = curve(config, advantage, mu, q, span)
         ratio = np.exp(c.log_ratio)
         gradient_axes.plot(ratio, c.gradient, color=colour, label=f"A = {advantage:+.0f}", lw=1.6)
         objective_axes.plot(ratio, c.objective - c.objective[len(ratio) // 2], color=colour, lw=1.6)
@@ -96,7 +113,7 @@ def geometry_figure(config: LossConfig, mu: float = 0.2, q: float = 0.05) -> Fig
     gradient_axes.legend(frameon=False, fontsize=8)
 
     mus = np.geomspace(1e-3, 1.0, 61)
-    rows = [curve(config, 1.0, float(m), q, points=301) for m in mus]
+    rows = [curve(config, 1.0, float(m), q, span, points=301) for m in mus]
     strength = np.stack([row.gradient for row in rows])
     limit = float(np.abs(strength).max()) or 1.0
     mesh = plane.pcolormesh(
@@ -109,7 +126,7 @@ def geometry_figure(config: LossConfig, mu: float = 0.2, q: float = 0.05) -> Fig
         shading="nearest",
         rasterized=True,
     )
-    plane.set(yscale="log", xlabel="ratio r", ylabel="μ, behaviour probability")
+    plane.set(yscale="log", xlabel=_axis(config), ylabel="μ, behaviour probability")
     plane.set_title("gradient for A = +1", fontsize=9, loc="left", color=INK)
     feasible = np.minimum(1.0, 1.0 / np.exp(rows[0].log_ratio))
     plane.plot(np.exp(rows[0].log_ratio), feasible, color=MUTED, lw=0.8, ls=":", label="π = 1")
@@ -178,12 +195,20 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def _axis(config: LossConfig) -> str:
+    return {
+        "rollout": "ratio r = π / μ",
+        "rollout_policy": "k = π_l / μ, at π = π_l",
+        "proximal": "π_prox / μ, at π = π_prox",
+    }[config.denominator]
+
+
 def _frame(axes: Axes, config: LossConfig, title: str) -> None:
     for x in (1 - config.eps_low, 1 + config.eps_high):
         axes.axvline(x, color=MUTED, lw=0.8, ls="--")
     axes.axhline(0, color=MUTED, lw=0.6)
     axes.axvline(1, color=MUTED, lw=0.4)
-    axes.set_xlabel("ratio r")
+    axes.set_xlabel(_axis(config))
     axes.set_title(title, fontsize=9, loc="left", color=INK)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
