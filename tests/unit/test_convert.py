@@ -58,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, model
     saved = {}
     checkpoints = Checkpoints(folder / "checkpoints")
     for step in (5, 10):
-        params = jax.tree.map(lambda x, by=step: x + by, policy.params)
+        params = jax.tree.map(lambda x, by=step: x * (1 + by / 10), policy.params)
         checkpoints.save(learner.init_state(spec, params).replace(step=np.int32(step)), {}, [])
         saved[step] = params
     checkpoints.close()
