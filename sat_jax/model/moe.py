@@ -220,11 +220,9 @@ def _experts(
             x.reshape(rows, D), indices.reshape(rows, K), weights.reshape(rows, K), (experts[0], experts[1], experts[2])
         )
         y = y.reshape(x.shape)
-        if column:
-            y = jax.lax.psum(y, column)
         for axis in reversed(exchanged):
             y = jax.lax.psum_scatter(y, axis, tiled=True)
-        return y
+        return jax.lax.psum(y, column) if column else y  # last: by now each device holds its own rows only
 
     rows = placement.spec(("batch", None, None))
     gate, down = placement.spec(("expert", None, "expert_mlp")), placement.spec(("expert", "expert_mlp", None))
