@@ -170,9 +170,9 @@ def _unpermute(value: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def _tokenizer(meta: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
-    kind, splitting = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
-    if kind != "gpt2":
-        raise ValueError(f"{where}: tokenizer {kind!r} is not implemented, only byte-level BPE ('gpt2')")
+    algorithm, splitting = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
+    if algorithm != "gpt2":
+        raise ValueError(f"{where}: tokenizer {algorithm!r} is not implemented, only byte-level BPE ('gpt2')")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
     # "smollm" takes every digit apart before GPT-2's expression sees it.
     known = {
@@ -180,7 +180,7 @@ def _tokenizer(meta: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
         "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level]),
     }
     if splitting not in known:
-        raise ValueError(f"{where}: pre-tokenizer {splitting!r} is not implemented, only {', '.join(known)}")
+        raise ValueError(f"{where}: pre-tokenizer {splitting!r} is not implemented, only {' and '.join(known)}")
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
     backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
