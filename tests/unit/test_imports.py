@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": NOUNS | {"metrics", "run_folder", "plots"},
     "display": NOUNS | {"metrics", "run_folder"},
     "inspection": NOUNS | {"losses", "kernels"},
-    "geometry": NOUNS | {"losses", "kernels"},
+    "geometry": NOUNS | {"losses", "kernels", "inspection"},
     "config": NOUNS | {"losses", "model", "data", "rollout"},
 }
 SHELL = {
