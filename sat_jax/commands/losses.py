@@ -26,7 +26,7 @@ def methods(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> Non
         return
     table = Table(title="methods (the first thirteen are the paper's Table 1)", title_justify="left")
     for column in ("method", "rules", "unit", "divides by", "replay", "what it does"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "method")
     for name, entry in entries.items():
         replay = "R3" if entry["replay"] else ""
         table.add_row(name, " ".join(entry["rules"]), entry["unit"], entry["denominator"], replay, entry["description"])
@@ -34,7 +34,7 @@ def methods(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> Non
     console.print(table)
     sources = Table(title="rules", title_justify="left")
     for column in ("rule", "kind", "what it does", "source"):
-        sources.add_column(column, overflow="fold")
+        sources.add_column(column, overflow="fold", no_wrap=column == "rule")
     for name, kind in losses.rule_names().items():
         rule = getattr(losses.LossConfig(), name)
         sources.add_row(name, kind, rule.summary, rule.source)
