@@ -141,7 +141,7 @@ def inspect_batch(config: LossConfig, inputs: LossInputs) -> Inspection:
         "sequences": int(loss_fn.summarize(inputs).sequences),
         "loss": value,
         "d_bar": metrics["train/d_bar"],
-        "q": metrics.get("sat/q"),
+        "q": _quantile(config, inputs),
         "gate_rate": metrics.get("sat/gate_rate", 0.0),
         "eps_low_mean": metrics.get("sat/eps_low_mean", config.eps_low),
         "eps_high_mean": metrics.get("sat/eps_high_mean", config.eps_high),
@@ -164,7 +164,6 @@ def inspect_batch(config: LossConfig, inputs: LossInputs) -> Inspection:
         _, sat_metrics, sat_gradient, sat_tokens = _evaluate(losses.make_loss(with_sat), inputs)
         mass = float(np.abs(base_gradient).sum())
         lost = float(np.maximum(np.abs(base_gradient) - np.abs(sat_gradient), 0).sum())
-        summary["q"] = sat_metrics["sat/q"]
         summary["sat"] = {
             "newly_intercepted_tokens": int(sat_tokens["intercepted"].sum()),
             "newly_intercepted_gradient_share": lost / mass if mass > 0 else 0.0,
@@ -246,6 +245,12 @@ def _evaluate(
         np.asarray(gradient),
         {k: np.asarray(v)[mask] for k, v in per_token.items()},
     )
+
+
+def _quantile(config: LossConfig, inputs: LossInputs) -> float:
+    """The quantile that SAT ranks |d| by, on the method's own unit and denominator, whether SAT is on or not."""
+    ranked = dataclasses.replace(config, rules=("ppo", "sat"), kl_loss_coef=0.0)
+    return float(losses.make_loss(ranked).summarize(inputs).rules["sat"].q)
 
 
 def _sat_twin(config: LossConfig) -> LossConfig | None:

@@ -109,6 +109,19 @@ def test_mistakes(tmp_path: Path, changes: dict, settings: dict, message: str) -
         inspect(path, **settings)
 
 
+@pytest.mark.parametrize("method", [*losses.METHODS, "sat-gspo-r3"])
+def test_every_method_on_a_packed_batch(tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "batch.npz"
+    extra = {name: arrays()["log_probs"] - 0.01 for name in ("old_log_probs", "proximal_log_probs")}
+    np.savez(path, segment_ids=np.array([[4] * 6 + [5] * 5]), **arrays(), **extra)
+    inspect(path, method=method, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    required = "method tokens loss d_bar q gate_rate eps_low_mean eps_high_mean c_low_min c_high_min clip_fraction"
+    assert {*required.split(), "intercept_rate"} <= found.keys()
+    assert found["method"] == method
+    assert found["q"] > 0
+
+
 def test_files_that_are_not_batches(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         inspect(tmp_path / "nothing.npz")
