@@ -103,4 +103,5 @@ def compiled(config: LossConfig):
 
         return jax.value_and_grad(loss, has_aux=True)(inputs.log_probs)
 
-    return jax.jit(run)
+    # Most of a small program's time is its compilation: skip the passes that only pay on large arrays.
+    return jax.jit(run, compiler_options={"xla_llvm_disable_expensive_passes": True})

@@ -67,18 +67,39 @@ class Rows:
         return out
 
 
-def train(prefix: str = "", temperature: float = 1.0, aux: float = 0.0) -> dict[str, Any]:
-    g, rows, cfg = golden(), Rows(), model.read_config(CHECKPOINT)
-    params = model.load_params(CHECKPOINT, cfg, dtype="float32")
+@functools.cache
+def programs() -> tuple[Any, Any, Any]:
+    """Forward pass, optimizer and update step, compiled once for all settings."""
+    rows, cfg, loss_fn = Rows(), model.read_config(CHECKPOINT), losses.make_loss(CONFIG)
     tokens, segments = jnp.asarray(rows.tokens), jnp.asarray(rows.segments)
-    loss_fn = losses.make_loss(CONFIG)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.01)
+    )
 
-    def log_probs(params: Any) -> tuple[jax.Array, Any]:
+    def log_probs(params: Any, temperature: jax.Array) -> tuple[jax.Array, Any]:
         out = model.forward(params, cfg, tokens, segments)
         scored = model.token_log_probs(params, cfg, out.hidden, tokens, temperature, with_entropy=False)
         return scored.log_probs, out.router
 
-    start, _ = jax.jit(log_probs)(params)  # old and reference policy: the initial weights
+    def loss(params: Any, inputs: LossInputs, temperature: jax.Array, aux: jax.Array) -> tuple[jax.Array, jax.Array]:
+        current, router = log_probs(params, temperature)
+        value, _ = loss_fn(inputs.replace(log_probs=current))
+        return value + aux * model.load_balancing_loss(router), current
+
+    def step(params: Any, state: Any, *rest: Any) -> Any:
+        (value, current), gradient = jax.value_and_grad(loss, has_aux=True)(params, *rest)
+        updates, state = optimizer.update(gradient, state, params)
+        norm = jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(gradient)))
+        return optax.apply_updates(params, updates), state, value, norm, current, gradient
+
+    return jax.jit(log_probs), optimizer, jax.jit(step)
+
+
+def train(prefix: str = "", temperature: float = 1.0, aux: float = 0.0) -> dict[str, Any]:
+    g, rows, cfg = golden(), Rows(), model.read_config(CHECKPOINT)
+    log_probs, optimizer, step = programs()
+    params = model.load_params(CHECKPOINT, cfg, dtype="float32")
+    start, _ = log_probs(params, jnp.float32(temperature))  # old and reference policy: the initial weights
     inputs = LossInputs(
         log_probs=start,
         behavior_log_probs=jnp.asarray(rows.align(g[f"{prefix}sampling_per_token_logps"])),
@@ -87,26 +108,11 @@ def train(prefix: str = "", temperature: float = 1.0, aux: float = 0.0) -> dict[
         reference_log_probs=start,
         rollout_policy_log_probs=start,
     )
-
-    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
-        current, router = log_probs(params)
-        value, _ = loss_fn(inputs.replace(log_probs=current))
-        return value + aux * model.load_balancing_loss(router), current
-
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.01)
-    )
-
-    @jax.jit
-    def step(params: Any, state: Any) -> Any:
-        (value, current), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, value, optax.global_norm(gradient), current, gradient
-
     found: dict[str, Any] = {"losses": [], "norms": [], "log_probs": [], "start": start, "rows": rows, "cfg": cfg}
     state = optimizer.init(params)
     for i in range(5):
-        params, state, value, norm, current, gradient = step(params, state)
+        settings = inputs, jnp.float32(temperature), jnp.float32(aux)
+        params, state, value, norm, current, gradient = step(params, state, *settings)
         found["losses"].append(float(value))
         found["norms"].append(float(norm))
         found["log_probs"].append(np.asarray(current))

@@ -29,7 +29,7 @@ def test_rank_is_exact(alpha: float) -> None:
     assert got.tolist() == want
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(n=st.integers(0, 2**31), digits=st.integers(1, 10**9 - 1))
 def test_rank_of_any_decimal(n: int, digits: int) -> None:
     alpha = float(f"0.{digits:09d}")
