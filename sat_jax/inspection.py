@@ -30,7 +30,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 """Our names, and what verl, slime and TRL call the same arrays. ``tool_mask`` (TRL) multiplies the mask."""
 
 REQUIRED = ("log_probs", "behavior_log_probs", "advantages", "loss_mask")
-NOISE = 1e-6
+NOISE = 1e-5
 """A quantile of |log ratio| below this is float32 rounding, not staleness."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sat_jax import losses, model
+from sat_jax import kernels, losses, model
 from sat_jax.config import ExperimentConfig
 from sat_jax.data.batching import Routes
 from sat_jax.data.prompts import PromptReport, load_prompts
@@ -154,7 +154,7 @@ def build_learner(config: ExperimentConfig, policy: ModelConfig) -> LearnerSpec:
     schedule = learning_rate(o.lr, o.warmup_steps, o.decay_steps)
     return LearnerSpec(
         model=policy,
-        loss=losses.make_loss(config.loss),
+        loss=kernels.make_loss(config.loss),
         optimizer=adam(schedule, o.b1, o.b2, o.eps, o.weight_decay, o.max_grad_norm),
         schedule=schedule,
         temperature=config.sampling.temperature,
