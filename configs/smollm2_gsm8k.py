@@ -1,7 +1,7 @@
 """A real pretrained model on a CPU: SmolLM2-135M-Instruct on GSM8K and on reasoning-gym sums, dense and upcycled.
 
-docs/smollm2.md says how the two folders ``smollm2`` and ``smollm2-moe`` are made, and what the runs showed and cost. Sums
-of one-digit numbers are what a model of this size learns from within minutes.
+docs/smollm2.md says how the two folders ``smollm2`` and ``smollm2-moe`` are made, and what the runs showed and cost.
+Sums of one-digit numbers are what a model of this size learns from within minutes.
 """
 
 from dataclasses import replace
