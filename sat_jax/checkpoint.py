@@ -57,19 +57,20 @@ class Checkpoints:
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         self._manager.wait_until_finished()
-        host = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
-        queue_like = {name: np.zeros(n, _DTYPES[name]) for name, n in host["lengths"].items()}
         try:
+            host = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+            queue_like = {name: np.zeros(n, _DTYPES[name]) for name, n in host["lengths"].items()}
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardRestore(abstract), queue=ocp.args.StandardRestore(queue_like)
                 ),
             )
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
-                f"checkpoint {step} in {self._folder} does not fit this configuration "
-                f"({str(error).splitlines()[0]}): resume with the model and optimizer that wrote it"
+                f"checkpoint {step} in {self._folder} is damaged or does not fit this configuration ({reason:.200}): "
+                "resume with the model and optimizer that wrote it, or remove its folder to go on from an older one"
             ) from error
         return restored["state"], host["host"], unpack_groups(host["groups"], restored["queue"])
 

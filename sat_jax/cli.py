@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -84,7 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog = f"sat-jax {name}"
     try:
         # A command with a grammar of its own takes the raw arguments; the others are plain typed functions.
-        status = target(rest, prog) if getattr(target, "takes_raw_arguments", False) else parse(target, rest, prog)
+        raw = getattr(target, "takes_raw_arguments", False)
+        status = target(rest, prog) if raw else parse(_deferred(target), rest, prog)()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
     except (ValueError, OSError) as error:
         if not _is_users_mistake(error):
             raise
@@ -93,6 +98,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
     return int(status or 0)
+
+
+def _deferred(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+    """``function`` with its signature, but called later: parsing and running must not share one error handling."""
+
+    @functools.wraps(function)
+    def later(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+        return functools.partial(function, *args, **kwargs)
+
+    return later
 
 
 def entry() -> NoReturn:

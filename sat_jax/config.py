@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -249,8 +250,8 @@ def check(config: ExperimentConfig) -> None:
             f"sampling.temperature = {config.sampling.temperature}: greedy decoding explores nothing; use a "
             "value above 0"
         )
-    if config.optimizer.lr < 0:
-        raise ValueError(f"optimizer.lr = {config.optimizer.lr}: must not be negative")
+    if not 0 <= config.optimizer.lr < math.inf:
+        raise ValueError(f"optimizer.lr = {config.optimizer.lr}: must be finite and not negative")
 
 
 def schedule(rollout: RolloutConfig) -> Schedule:
@@ -294,12 +295,19 @@ def load_config(spec: str) -> ExperimentConfig:
     Raises:
         ValueError: there is no such file or function (with the nearest name).
     """
+    if spec.endswith(".py"):
+        raise ValueError(f"{spec} names no function: write {spec}:FUNCTION")
     if ":" in spec:
         file, _, name = spec.rpartition(":")
         path = Path(file)
         if not path.is_file():
             raise ValueError(f"no configuration file '{file}': expected file.py:function")
-        functions = _functions_of(_import_file(path))
+        module = _import_file(path)
+        functions = _functions_of(module)
+        if name not in functions and callable(getattr(module, name, None)):
+            raise ValueError(
+                f"{spec} takes no arguments and says '-> ExperimentConfig' to be a configuration: add that"
+            )
     else:
         name, functions = spec, config_functions()
     if name not in functions:

@@ -110,8 +110,9 @@ def init_state(spec: LearnerSpec, params: Any) -> TrainState:
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=spec.optimizer.init(params))
 
 
-def state_shardings(spec: LearnerSpec) -> TrainState:
-    """Where every array of the training state lies on the mesh of ``spec.forward.placement``: a tree of shardings.
+def state_shardings(spec: LearnerSpec) -> Any:
+    """Where every array of the training state lies on the mesh of ``spec.forward.placement``: a
+    ``TrainState`` of shardings.
 
     Moments lie like the parameters they belong to; counters are replicated.
 
@@ -121,7 +122,7 @@ def state_shardings(spec: LearnerSpec) -> TrainState:
     placement = _placement(spec)
     params = model.param_shardings(spec.model, placement.mesh)
     replicated = placement.sharding(())
-    state = jax.eval_shape(partial(init_state, spec), model.abstract_params(spec.model))
+    state: Any = jax.eval_shape(partial(init_state, spec), model.abstract_params(spec.model))
     opt_state = optax.tree_map_params(
         spec.optimizer,
         lambda _, sharding: sharding,
@@ -129,7 +130,7 @@ def state_shardings(spec: LearnerSpec) -> TrainState:
         params,
         transform_non_params=lambda _: replicated,
     )
-    return TrainState(step=replicated, params=params, opt_state=opt_state)
+    return state.replace(step=replicated, params=params, opt_state=opt_state)
 
 
 def batch_shardings(spec: LearnerSpec, batch: Batch) -> Batch:

@@ -8,7 +8,9 @@ the two computations do not slow each other down.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
 import platform
 import signal
 import subprocess
@@ -19,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,41 +73,73 @@ class Trainer:
         """
         fresh = not self.run_dir.exists()
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            policy = setup.build_policy(self.config, self.run_dir)
-            problems = setup.build_problems(self.config, policy.tokenizer)
-            context = setup.context_length(self.config, policy.config, problems.longest_prompt)
-            spec = setup.build_learner(self.config, policy.config)
-            if self.config.warm_start is not None and problems.task is None:
-                raise ValueError(
-                    f"warm_start needs demonstrations and {self.config.data.source} has none: set warm_start to None"
-                )
-        except (ValueError, OSError):
-            if fresh:
-                _remove_empty(self.run_dir)
-            raise
-        _write_config(self.run_dir, self.config)
         with ExitStack() as stack:
-            checkpoints = Checkpoints(self.run_dir / "checkpoints")
-            stack.callback(checkpoints.close)
-            start = checkpoints.latest_step() if self._resume else None
-            resume_step = (start or 0) if self._resume else None
-            writer = stack.enter_context(MetricsWriter(self.run_dir, resume_step=resume_step))
+            try:
+                # Nothing in the folder is touched before everything that can be wrong has been looked at.
+                policy = setup.build_policy(self.config, self.run_dir)
+                problems = setup.build_problems(self.config, policy.tokenizer)
+                context = setup.context_length(self.config, policy.config, problems.longest_prompt)
+                spec = setup.build_learner(self.config, policy.config)
+                if self.config.warm_start is not None and problems.task is None:
+                    raise ValueError(
+                        f"warm_start needs demonstrations and {self.config.data.source} has none: use a configuration "
+                        "without a warm start"
+                    )
+                stream = PromptStream(problems.train, self.config.seed, shuffle=self.config.data.shuffle)
+                stack.enter_context(_locked(self.run_dir))
+                checkpoints = Checkpoints(self.run_dir / "checkpoints")
+                stack.callback(checkpoints.close)
+                restored = self._restore(checkpoints, spec, policy.params, stream) if self._resume else None
+            except (ValueError, OSError):
+                if fresh:
+                    _remove(self.run_dir)
+                raise
+            _write_config(self.run_dir, self.config, self._resume)
+            start = 0 if restored is None else int(restored.state.step)
+            writer = stack.enter_context(MetricsWriter(self.run_dir, resume_step=start if self._resume else None))
             display = stack.enter_context(
-                Display(self.config.steps, name=f"{self.config.name}  {self.run_dir}", start_step=start or 0)
+                Display(self.config.steps, name=f"{self.config.name}  {self.run_dir}", start_step=start)
             )
+            if self._resume and restored is None:
+                display.message("no checkpoint yet: starting over")
             stop = stack.enter_context(_stop_on_signal())
-            run = _Run(self.config, self.run_dir, policy, problems, spec, context, checkpoints, writer, display, stop)
-            finished = run.go(start, self._resume)
-            final = run.version
+            run = _Run(
+                self.config, self.run_dir, policy, problems, spec, context, stream, checkpoints, writer, display, stop
+            )
+            finished = run.go(restored)
+            final, kept = run.version, checkpoints.latest_step() is not None
         if not finished:
             resume = f"sat-jax train --resume --out {self.run_dir}"
-            print(f"\nstopped at step {final} of {self.config.steps}; continue with\n  {resume}")
+            lost = "" if kept else " (nothing is checkpointed before the first step: the warm start will be repeated)"
+            print(f"\nstopped at step {final} of {self.config.steps}; continue with\n  {resume}{lost}")
             return INTERRUPTED
         write_report([self.run_dir], self.run_dir / "report.html")
         display.summary(read_run(self.run_dir))
         print(f"report: {self.run_dir / 'report.html'}")
         return 0
+
+    def _restore(
+        self, checkpoints: Checkpoints, spec: LearnerSpec, params: Any, stream: PromptStream
+    ) -> _Restored | None:
+        """The newest checkpoint, checked against this configuration; None where there is none yet."""
+        step = checkpoints.latest_step()
+        if step is None:
+            return None
+        if step > self.config.steps:
+            raise ValueError(
+                f"{self.run_dir} is at step {step} already, steps = {self.config.steps} lies behind it: raise --steps"
+            )
+        restored = _Restored(*checkpoints.restore(step, learner.init_state(spec, params)))
+        stream.set_state(restored.host["stream"] | {"position": restored.host["queue"]["cursor"]})
+        return restored
+
+
+class _Restored(NamedTuple):
+    """What a checkpoint held: the learner, the counters, and the groups that were waiting."""
+
+    state: TrainState
+    host: dict[str, Any]
+    groups: list[Group]
 
 
 class _StopRequest:
@@ -119,6 +153,8 @@ class _StopRequest:
         if self.requested:  # the second one means it
             raise KeyboardInterrupt
         self.requested = True
+        # Not print: a handler may interrupt one.
+        os.write(2, b"\nstopping as soon as the step is done and checkpointed; once more to quit at once\n")
         self.wake()
 
 
@@ -133,19 +169,15 @@ class _Run:
         problems: setup.Problems,
         spec: LearnerSpec,
         context: int,
+        stream: PromptStream,
         checkpoints: Checkpoints,
         writer: MetricsWriter,
         display: Display,
         stop: _StopRequest,
     ) -> None:
         self.config, self.run_dir, self.policy, self.problems, self.spec = config, run_dir, policy, problems, spec
-        self.context, self.checkpoints, self.writer, self.display, self.stop = (
-            context,
-            checkpoints,
-            writer,
-            display,
-            stop,
-        )
+        self.context, self.stream, self.checkpoints = context, stream, checkpoints
+        self.writer, self.display, self.stop = writer, display, stop
         self.version = 0
         self.widths = width_buckets(context)
         self.routes = setup.recorded_routes(policy.config)
@@ -162,23 +194,19 @@ class _Run:
 
     # ------------------------------------------------------------------ the run
 
-    def go(self, start: int | None, resume: bool) -> bool:
-        """From warm start, or from the checkpoint of step ``start``, to the end; False where it was asked to stop."""
-        state = learner.init_state(self.spec, self.policy.params)
-        host: dict[str, Any] | None = None
-        kept: list[Group] = []
-        if start is None:
-            if resume:
-                self.display.message("no checkpoint yet: starting over")
+    def go(self, restored: _Restored | None) -> bool:
+        """From warm start, or from a checkpoint, to the end; False where it was asked to stop."""
+        if restored is None:
+            state = learner.init_state(self.spec, self.policy.params)
             trained = self._warm_start(state.params)
             if trained is None:
                 return False
             state = learner.init_state(self.spec, trained)
         else:
-            state, host, kept = self.checkpoints.restore(start, state)
+            state = restored.state
         self.version = int(state.step)
         if self.config.loss.kl_loss_coef > 0:
-            self._set_reference(state.params, fresh=start is None)
+            self._set_reference(state.params, fresh=restored is None)
         for truncation in self.writer.truncations:
             self.display.message(f"resumed at step {self.version}: set aside {truncation}")
 
@@ -187,11 +215,11 @@ class _Run:
             grade = setup.graded_with_advantages(self.config, grader)
             evaluator = setup.build_engine(self.config, self.policy, state.params, self.version, self.context)
             stack.callback(evaluator.close)
-            if start is None and not self._evaluate(evaluator, grader, state):
+            if restored is None and not self._evaluate(evaluator, grader, state):
                 return False
             engine = setup.build_engine(self.config, self.policy, state.params, self.version, self.context)
             stack.callback(engine.close)
-            queue, worker = self._rollout_side(engine, grade, host, kept)
+            queue, worker = self._rollout_side(engine, grade, restored)
             stack.callback(queue.close)
             stack.callback(worker.stop)
             self._keep_sampler_weights(state.params)
@@ -285,8 +313,7 @@ class _Run:
         self,
         engine: Engine,
         grade: Callable[[Sequence[Group]], list[Group]],
-        host: dict[str, Any] | None,
-        kept: Sequence[Group],
+        restored: _Restored | None,
     ) -> tuple[GroupQueue, RolloutWorker]:
         config, rollout = self.config, self.config.rollout
         ledger_path = self.run_dir / LEDGER_FILE
@@ -301,15 +328,14 @@ class _Run:
             ledger=Ledger(ledger_path),
             version=self.version,
         )
-        stream = PromptStream(self.problems.train, config.seed, shuffle=config.data.shuffle)
-        if host is not None:
-            stream.set_state(host["stream"] | {"position": host["queue"]["cursor"]})
-            queue.restore(host["queue"], kept, stream.at, history)
-        self.stream = stream
+        if restored is not None:
+            queue.restore(restored.host["queue"], restored.groups, self.stream.at, history)
+            if not restored.groups and schedule(rollout).max_lag and self.version < config.steps:
+                self.display.message("nothing was waiting in the checkpoint: the lag builds up again from 0")
         worker = RolloutWorker(
             engine,
             queue,
-            stream,
+            self.stream,
             grade,
             group_size=rollout.n_samples_per_prompt,
             params=config.sampling,
@@ -444,17 +470,34 @@ def _stop_on_signal() -> Iterator[_StopRequest]:
             signal.signal(signum, handler)
 
 
-def _write_config(run_dir: Path, config: ExperimentConfig) -> None:
-    """``config.json``: what was asked for and what it ran on."""
+@contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Keeps a second process out of the folder; the lock ends with the process, however that ends."""
+    with open(run_dir / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{run_dir} is being trained in by another process: wait for it, or stop it") from None
+        yield
+
+
+def _write_config(run_dir: Path, config: ExperimentConfig, resumed: bool) -> None:
+    """``config.json``: what was asked for and what it runs on. Replaced whole, or not at all."""
+    path = run_dir / CONFIG_FILE
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    before = json.loads(path.read_text(encoding="utf-8")) if resumed and path.exists() else {}
     record = {
         "name": config.name,
         "config": to_dict(config),
         "versions": {"sat_jax": __version__, "jax": jax.__version__, "python": platform.python_version()},
         "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
         "git_commit": _git_commit(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": before.get("command", command),
+        "resumed_with": [*before.get("resumed_with", []), *([command] if resumed else [])],
     }
-    (run_dir / CONFIG_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 def _git_commit() -> str | None:
@@ -471,7 +514,7 @@ def _git_commit() -> str | None:
     return commit + ("+" if changed else "")
 
 
-def _remove_empty(run_dir: Path) -> None:
+def _remove(run_dir: Path) -> None:
     """Takes back a run folder that was created for input which turned out not to work."""
     for path in sorted(run_dir.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()

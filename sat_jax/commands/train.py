@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
-from collections.abc import Sequence
+import typing
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +16,7 @@ import tyro
 
 from sat_jax.cli import UsageError, parse
 from sat_jax.config import ExperimentConfig, check, load_config
-from sat_jax.records import field_paths, from_dict, nearest
+from sat_jax.records import field_paths, from_dict
 
 _DEFAULT = "mix6"
 _DEFAULT_FOR_REAL_INPUT = "post_train"
@@ -77,11 +80,14 @@ def parse_options(args: Sequence[str], prog: str = "sat-jax train") -> TrainOpti
     if not config.data.source:
         raise UsageError("no prompts: give --prompts FILE")
     check(config)
-    return replace(options, config=config)
+    policy = replace(config.policy, path=_absolute(config.policy.path), tokenizer=_absolute(config.policy.tokenizer))
+    data = replace(config.data, source=_absolute(config.data.source))
+    evaluation = replace(config.evaluation, source=_absolute(config.evaluation.source))
+    return replace(options, config=replace(config, policy=policy, data=data, evaluation=evaluation))
 
 
 def _split_config_name(args: list[str]) -> tuple[str | None, list[str]]:
-    """The positional CONFIG and the rest. Every flag but the boolean ones takes one value."""
+    """The positional CONFIG and the rest. Boolean flags take no value, lists all that follow, the others one."""
     rest: list[str] = []
     loose: list[str] = []
     while args:
@@ -90,11 +96,34 @@ def _split_config_name(args: list[str]) -> tuple[str | None, list[str]]:
             loose.append(token)
             continue
         rest.append(token)
-        if token not in _BOOLEAN and "=" not in token and args and not args[0].startswith("--"):
+        if token in _BOOLEAN or "=" in token:
+            continue
+        is_list = token.rpartition(".")[2].lstrip("-").replace("-", "_") in _list_fields(ExperimentConfig)
+        while args and not args[0].startswith("--"):
             rest.append(args.pop(0))
+            if not is_list:
+                break
     if len(loose) > 1:
         raise UsageError(f"one CONFIG at most, found {', '.join(loose)}")
     return (loose[0] if loose else None), rest
+
+
+@functools.cache
+def _list_fields(record: type) -> frozenset[str]:
+    """Names of the fields of a configuration, at any depth, that hold lists."""
+    found: set[str] = set()
+    for name, hint in typing.get_type_hints(record).items():
+        for option in (hint, *typing.get_args(hint)):
+            if typing.get_origin(option) is tuple:
+                found.add(name)
+            elif isinstance(option, type) and is_dataclass(option):
+                found |= _list_fields(option)
+    return frozenset(found)
+
+
+def _absolute(source: str) -> str:
+    """A path that still leads there from another folder; anything that is no path as it is."""
+    return str(Path(source).resolve()) if source and Path(source).exists() else source
 
 
 def _value_of(flags: Sequence[str], name: str) -> str | None:
@@ -119,7 +148,15 @@ def _reject_unknown(flags: Sequence[str], base: ExperimentConfig) -> None:
         for off in _switched_off(base):
             if path.startswith(off.replace("_", "-") + "."):
                 raise UsageError(f"--{path}: '{off}' is off in configuration '{base.name}'; choose one that has it")
-        raise UsageError(f"no field '{token.partition('=')[0]}'{nearest(token[2:].partition('=')[0], known)}")
+        raise UsageError(f"no field '{token.partition('=')[0]}'{_nearest_flag(path, known)}")
+
+
+def _nearest_flag(path: str, known: Collection[str]) -> str:
+    """The nearest real flag, also where only the last word of its path was typed; else where to look."""
+    by_last = sorted(k for k in known if k.rpartition(".")[2].replace("_", "-") == path)
+    close = by_last or difflib.get_close_matches(path.replace("-", "_"), known, n=1, cutoff=0.6)
+    named = " or ".join(f"'--{flag}'" for flag in close[:3])
+    return f"; did you mean {named}?" if close else "; see --help for all of them"
 
 
 def _switched_off(record: Any, prefix: str = "") -> list[str]:

@@ -108,6 +108,7 @@ _SCHEMAS = (
     _Schema("slime (prompt, label)", "prompt", "label"),
     _Schema("plain (question, answer)", "question", "answer"),
     _Schema("plain (problem, answer)", "problem", "answer"),
+    _Schema("plain (prompt, answer)", "prompt", "answer"),
 )
 
 _GSM8K_TAIL = re.compile(r"####[ \t]*(\S.*?)\s*\Z")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -207,6 +208,35 @@ def test_routing_replay_undoes_an_engine_that_selects_other_experts(tmp_path: Pa
     assert found[True]["train/d_bar"] < 1e-5
     assert found[False]["train/d_bar"] > 1e-2
     assert found[True]["moe/router_agreement"] == found[False]["moe/router_agreement"] < 0.9
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()}
+    for change, message in (
+        (["--seed", "4"], "has seed = 0, this run has 4"),
+        (["--policy.init.hidden_size", "32"], "does not fit this configuration"),
+        (["--steps", "3"], "is at step 6 already"),
+    ):
+        assert main(["train", "--resume", "--out", str(run), *change]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before
+
+
+def test_a_second_process_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+
+    def intrude() -> None:
+        with pytest.raises(ValueError, match="by another process"):
+            Trainer(tiny(), run, resume=True).run()
+
+    with _at_step(1, intrude, monkeypatch):
+        assert Trainer(variant(steps=1), run).run() == 0
 
 
 def test_a_warm_start_needs_demonstrations(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,29 @@ def test_the_configuration_may_stand_first_or_last(args: list[str]) -> None:
     assert config.steps == 3
 
 
+def test_a_list_takes_all_that_follows() -> None:
+    assert parse_options(["mix6_grpo", "--loss.rules", "ppo", "dppo", "--steps", "3"]).config.loss.rules == (
+        "ppo",
+        "dppo",
+    )
+    assert parse_options(["--sampling.stop", "a", "b"]).config.sampling.stop == ("a", "b")
+
+
+def test_paths_are_stored_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path)
+    config = parse_options(["--model", ".", "--prompts", "p.jsonl"]).config
+    assert (config.policy.path, config.data.source) == (str(tmp_path), str(tmp_path / "p.jsonl"))
+    assert parse_options([]).config.data.source.startswith("toy:")
+
+
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
+    script = f"{sys.executable} -m sat_jax train --help | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, env=os.environ)
+    assert done.stderr == ""
+    assert done.stdout.startswith("usage: sat-jax train")
+
+
 def test_a_configuration_file_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
@@ -70,6 +96,9 @@ def test_a_configuration_file_of_ones_own(tmp_path: Path) -> None:
     assert parse_options([f"{file}:half"]).config.steps == 100
     with pytest.raises(ValueError, match=r"no configuration 'hlaf'; did you mean 'half'\?"):
         load_config(f"{file}:hlaf")
+    file.write_text(file.read_text().replace(" -> ExperimentConfig", ""))
+    with pytest.raises(ValueError, match="says '-> ExperimentConfig'"):
+        load_config(f"{file}:half")
     with pytest.raises(ValueError, match="no configuration file"):
         load_config(f"{tmp_path}/other.py:half")
 
@@ -83,8 +112,8 @@ def test_every_named_configuration_survives_json(name: str) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--loss.sat.alhpa", "0.9"], "no field '--loss.sat.alhpa'; did you mean 'loss.sat.alpha'?"),
-        (["--stepz", "3"], "no field '--stepz'; did you mean 'steps'?"),
+        (["--loss.sat.alhpa", "0.9"], "no field '--loss.sat.alhpa'; did you mean '--loss.sat.alpha'?"),
+        (["--stepz", "3"], "no field '--stepz'; did you mean '--steps'?"),
         (["mix7"], "no configuration 'mix7'; did you mean 'mix6'?"),
         (["--steps", "three"], "--steps"),
         (["--steps", "0"], "steps = 0: must be at least 1"),
@@ -98,6 +127,9 @@ def test_every_named_configuration_survives_json(name: str) -> None:
         (["--learner.micro_batches", "7"], "does not divide the 256 rows"),
         (["--loss.sat.alpha", "1.5"], "alpha"),
         (["--loss.eps_low", "-1"], "eps_low"),
+        (["--lr", "1"], "did you mean '--optimizer.lr' or '--warm_start.lr'?"),
+        (["--optimizer.lr", "nan"], "must be finite"),
+        (["mine.py"], "write mine.py:FUNCTION"),
         (["mix6", "mix6_grpo"], "one CONFIG at most"),
         (["--resume"], "--resume needs --out"),
         (["--prompts", "nowhere.jsonl"], "no policy: give --model HF_DIR"),
