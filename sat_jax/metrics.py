@@ -54,7 +54,7 @@ METRICS: dict[str, Metric] = {
     "train/grad_norm": Metric("", "global L2 norm of the gradient before clipping"),
     "train/lr": Metric("", "learning rate of the update"),
     "train/clip_fraction": Metric("share", "active tokens whose surrogate gradient the clip interval cuts"),
-    "train/d_bar": Metric("nats", "sampled mismatch: mean |log ratio| of active tokens, eq. (52)"),
+    "train/d_bar": Metric("nats", "sampled mismatch: mean |log ratio| of single tokens, for every unit, eq. (52)"),
     "train/kl_train_rollout": Metric("nats", "KL estimate between learner and rollout engine on the sampled tokens"),
     "train/ratio_max": Metric("", "largest importance ratio of an active token"),
     "train/keep_fraction": Metric("share", "active tokens that a masking rule (DPPO, IcePop, KPop, SeqClip) keeps"),
@@ -66,7 +66,9 @@ METRICS: dict[str, Metric] = {
     "train/update_skipped": Metric(
         "", "1 where the update was withheld: no active token, or a gradient that is not finite"
     ),
-    "sat/q": Metric("nats", "alpha-quantile of |log ratio| over the batch's active tokens, eq. (14)"),
+    "sat/q": Metric(
+        "nats", "alpha-quantile of |log ratio| at the loss's unit (sequence ratios: the response's mean), eq. (14)"
+    ),
     "sat/gate_rate": Metric("share", "active tokens with |log ratio| beyond q, eq. (16)"),
     "sat/eps_low_mean": Metric("", "mean lower clip radius after contraction"),
     "sat/eps_high_mean": Metric("", "mean upper clip radius after contraction"),

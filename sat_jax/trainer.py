@@ -8,26 +8,18 @@ the two computations do not slow each other down.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
-import json
-import os
-import platform
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sat_jax import __version__, learner, setup
+from sat_jax import learner, setup
 from sat_jax.checkpoint import Checkpoints, restore_params, save_params
 from sat_jax.config import ExperimentConfig, WarmStartConfig, schedule
 from sat_jax.data.batching import make_batch, make_sft_batch, width_buckets
@@ -37,7 +29,7 @@ from sat_jax.evaluation import Evaluation, evaluate
 from sat_jax.host_metrics import rollout_metrics, sample_records, shown
 from sat_jax.learner import LearnerSpec
 from sat_jax.metrics import MetricsWriter
-from sat_jax.records import to_dict
+from sat_jax.process import StopRequest, locked, remove, stop_on_signal, write_config
 from sat_jax.report import write_report
 from sat_jax.rollout.engine import Engine, SamplingParams
 from sat_jax.rollout.ledger import Ledger, read_ledger
@@ -47,7 +39,7 @@ from sat_jax.rollout.worker import RolloutWorker
 from sat_jax.run_folder import read_run
 from sat_jax.types import Batch, Group, TrainState
 
-CONFIG_FILE, LEDGER_FILE = "config.json", "ledger.jsonl"
+LEDGER_FILE = "ledger.jsonl"
 INTERRUPTED = 130
 """Exit status of a run that was asked to stop; it can be resumed."""
 
@@ -86,15 +78,15 @@ class Trainer:
                         "without a warm start"
                     )
                 stream = PromptStream(problems.train, self.config.seed, shuffle=self.config.data.shuffle)
-                stack.enter_context(_locked(self.run_dir))
+                stack.enter_context(locked(self.run_dir))
                 checkpoints = Checkpoints(self.run_dir / "checkpoints")
                 stack.callback(checkpoints.close)
                 restored = self._restore(checkpoints, spec, policy.params, stream) if self._resume else None
             except (ValueError, OSError):
                 if fresh:
-                    _remove(self.run_dir)
+                    remove(self.run_dir)
                 raise
-            _write_config(self.run_dir, self.config, self._resume)
+            write_config(self.run_dir, self.config, self._resume)
             start = 0 if restored is None else int(restored.state.step)
             writer = stack.enter_context(MetricsWriter(self.run_dir, resume_step=start if self._resume else None))
             display = stack.enter_context(
@@ -102,7 +94,7 @@ class Trainer:
             )
             if self._resume and restored is None:
                 display.message("no checkpoint yet: starting over")
-            stop = stack.enter_context(_stop_on_signal())
+            stop = stack.enter_context(stop_on_signal())
             run = _Run(
                 self.config, self.run_dir, policy, problems, spec, context, stream, checkpoints, writer, display, stop
             )
@@ -142,22 +134,6 @@ class _Restored(NamedTuple):
     groups: list[Group]
 
 
-class _StopRequest:
-    """Set by Ctrl-C or SIGTERM. Whoever waits for something that may never come registers how to wake it up."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self.wake: Callable[[], None] = lambda: None
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested:  # the second one means it
-            raise KeyboardInterrupt
-        self.requested = True
-        # Not print: a handler may interrupt one.
-        os.write(2, b"\nstopping as soon as the step is done and checkpointed; once more to quit at once\n")
-        self.wake()
-
-
 class _Run:
     """The parts of a run that is under way."""
 
@@ -173,7 +149,7 @@ class _Run:
         checkpoints: Checkpoints,
         writer: MetricsWriter,
         display: Display,
-        stop: _StopRequest,
+        stop: StopRequest,
     ) -> None:
         self.config, self.run_dir, self.policy, self.problems, self.spec = config, run_dir, policy, problems, spec
         self.context, self.stream, self.checkpoints = context, stream, checkpoints
@@ -456,66 +432,3 @@ def _supervised_spec(spec: LearnerSpec, warm: WarmStartConfig) -> LearnerSpec:
     return dataclasses.replace(
         spec, optimizer=learner.adam(rate, 0.9, 0.98, 1e-8), schedule=rate, routing_replay=False, micro_batches=1
     )
-
-
-@contextmanager
-def _stop_on_signal() -> Iterator[_StopRequest]:
-    """Ctrl-C and SIGTERM ask for a stop at the next safe point; a second one interrupts at once."""
-    request = _StopRequest()
-    previous = {s: signal.signal(s, request) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield request
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-
-
-@contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    """Keeps a second process out of the folder; the lock ends with the process, however that ends."""
-    with open(run_dir / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{run_dir} is being trained in by another process: wait for it, or stop it") from None
-        yield
-
-
-def _write_config(run_dir: Path, config: ExperimentConfig, resumed: bool) -> None:
-    """``config.json``: what was asked for and what it runs on. Replaced whole, or not at all."""
-    path = run_dir / CONFIG_FILE
-    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    before = json.loads(path.read_text(encoding="utf-8")) if resumed and path.exists() else {}
-    record = {
-        "name": config.name,
-        "config": to_dict(config),
-        "versions": {"sat_jax": __version__, "jax": jax.__version__, "python": platform.python_version()},
-        "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
-        "git_commit": _git_commit(),
-        "command": before.get("command", command),
-        "resumed_with": [*before.get("resumed_with", []), *([command] if resumed else [])],
-    }
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
-
-
-def _git_commit() -> str | None:
-    """Commit of the checkout that this code runs from, with ``+`` where it has changes; None outside of one."""
-    here = Path(__file__).resolve().parent.parent
-    if not (here / ".git").exists():
-        return None
-    try:
-        git = partial(subprocess.run, cwd=here, capture_output=True, text=True, check=True, timeout=10)
-        commit = git(["git", "rev-parse", "HEAD"]).stdout.strip()
-        changed = git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit + ("+" if changed else "")
-
-
-def _remove(run_dir: Path) -> None:
-    """Takes back a run folder that was created for input which turned out not to work."""
-    for path in sorted(run_dir.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    run_dir.rmdir()

@@ -124,12 +124,20 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     out = out / "report.html" if out.is_dir() else out
     if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:500]:
         raise ValueError(f"{out} exists and is no report of sat_jax: choose another --out")
-    page = render([read_run(Path(path)) for path in runs])
+    page = render(_told_apart([read_run(Path(path)) for path in runs]))
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(out.name + ".tmp")
     unfinished.write_text(page, encoding="utf-8")
     os.replace(unfinished, out)
     return out
+
+
+def _told_apart(runs: Sequence[Run]) -> list[Run]:
+    """Runs of one configuration share its name: those go by their folders'."""
+    names = [run.name for run in runs]
+    return [
+        dataclasses.replace(run, name=run.path.resolve().name) if names.count(run.name) > 1 else run for run in runs
+    ]
 
 
 def render(runs: Sequence[Run]) -> str:

@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": NOUNS | {"losses", "model", "data", "rollout"},
 }
 SHELL = {
+    "process",
     "trainer",
     "setup",
     "host_metrics",

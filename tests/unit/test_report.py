@@ -271,3 +271,11 @@ def test_a_failure_leaves_the_old_page(tmp_path: Path) -> None:
         write_report([tmp_path / "gone"], out)
     assert out.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["report.html"]
+
+
+def test_runs_of_one_configuration_go_by_their_folders(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        make_run(tmp_path / name, steps=3)
+    page = write_report([tmp_path / "first", tmp_path / "second"], tmp_path / "r.html").read_text()
+    assert "first" in page
+    assert "second" in page
