@@ -305,9 +305,9 @@ def table_rows(inspections: Sequence[Inspection]) -> list[tuple[str, list[str]]]
     }
     rows = [(text, [_cell(i.summary[key]) for i in inspections]) for key, text in labels.items()]
     sat = [i.summary.get("sat") for i in inspections]
-    rows.append(("SAT: new intercepts", [_cell(s and s["newly_intercepted_tokens"]) for s in sat]))
+    rows.append(("SAT cuts, or would cut: tokens", [_cell(s and s["newly_intercepted_tokens"]) for s in sat]))
     shares = [s and f"{s['newly_intercepted_gradient_share']:.2%}" for s in sat]
-    rows.append(("SAT: share of gradient", [_cell(share) for share in shares]))
+    rows.append(("SAT cuts, or would cut: gradient", [_cell(share) for share in shares]))
     return rows
 
 
