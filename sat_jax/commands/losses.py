@@ -183,5 +183,6 @@ def _print_inspections(found: list[Any], show_files: bool) -> None:
     for path, _, inspection in found:
         if "sat" in inspection.summary:
             name = f"{path.name}: " if show_files else ""
-            line = f"{name}{inspection.summary['method']}: SAT's window, on or off: {inspection.summary['sat']['window']}"
+            summary = inspection.summary
+            line = f"{name}{summary['method']}: SAT's window, on or off: {summary['sat']['window']}"
             console.print(line, highlight=False)
