@@ -23,11 +23,13 @@ class Command(NamedTuple):
 
     target: str
     help: str
+    raw: bool = False
+    """It has a grammar of its own and takes the arguments unparsed; the others are plain typed functions."""
 
 
 COMMANDS: dict[str, Command] = {
     "train": Command(
-        "sat_jax.commands.train:main", "asynchronous RL of a policy; without CONFIG, the embedded default"
+        "sat_jax.commands.train:main", "asynchronous RL of a policy; without CONFIG, the embedded default", raw=True
     ),
     "eval": Command("sat_jax.commands.evaluate:main", "avg@k and pass@k of a checkpoint or Hugging Face folder"),
     "upcycle": Command("sat_jax.commands.convert:upcycle", "dense folder -> mixture of experts with the same function"),
@@ -84,9 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = getattr(importlib.import_module(module), function)
     prog = f"sat-jax {name}"
     try:
-        # A command with a grammar of its own takes the raw arguments; the others are plain typed functions.
-        raw = getattr(target, "takes_raw_arguments", False)
-        status = target(rest, prog) if raw else parse(_deferred(target), rest, prog)()
+        status = target(rest, prog) if COMMANDS[name].raw else parse(_deferred(target), rest, prog)()
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1

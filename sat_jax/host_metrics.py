@@ -10,6 +10,7 @@ import numpy as np
 from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.losses import zero_variance
 from sat_jax.metrics import value_counts
+from sat_jax.rewards.functions import FAILED_VERDICTS
 from sat_jax.types import Group, Trajectory
 
 CORRECT = 0.5
@@ -35,7 +36,7 @@ def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, Any]:
         "rollout/truncated_ratio": float(np.mean([t.truncated for t in trajectories])),
         "rollout/zero_std_groups": int(sum(bool(zero_variance(group.rewards)) for group in groups)),
         "rollout/unparsed_ratio": verdicts.count("unparsed") / len(verdicts),
-        "rollout/ungraded": sum(v in ("timeout", "crashed", "error") for v in verdicts),
+        "rollout/ungraded": sum(v in FAILED_VERDICTS for v in verdicts),
         "async/staleness_histogram": value_counts(lags, decimals=0),
     }
 

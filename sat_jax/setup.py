@@ -20,13 +20,12 @@ from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.data.toy import SortTask, write_tokenizer
 from sat_jax.learner import LearnerSpec, adam, learning_rate
 from sat_jax.model import ForwardOptions, ModelConfig
+from sat_jax.rewards.functions import FAILED_VERDICTS
 from sat_jax.rewards.grader import Grader
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.types import Group, Prompt, Trajectory
 
 _TOY = "toy"
-FAILED_VERDICTS = frozenset({"timeout", "crashed", "error"})
-"""Verdicts that say that the verifier failed, not the response (``rewards.functions.Grade.failed``)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,10 +36,9 @@ from sat_jax.rollout.ledger import Ledger, read_ledger
 from sat_jax.rollout.queue import GroupQueue, QueueStopped
 from sat_jax.rollout.weights import copy_params
 from sat_jax.rollout.worker import RolloutWorker
-from sat_jax.run_folder import read_run
+from sat_jax.run_folder import LEDGER_FILE, read_run
 from sat_jax.types import Batch, Group, TrainState
 
-LEDGER_FILE = "ledger.jsonl"
 INTERRUPTED = 130
 """Exit status of a run that was asked to stop; it can be resumed."""
 

@@ -47,9 +47,6 @@ def main(args: Sequence[str], prog: str) -> int:
     return Trainer(options.config, _run_folder(options), resume=options.resume).run()
 
 
-main.takes_raw_arguments = True  # type: ignore[attr-defined]  # read by cli.main: CONFIG is looked up before tyro runs
-
-
 def parse_options(args: Sequence[str], prog: str = "sat-jax train") -> TrainOptions:
     """The options that ``args`` ask for: configuration looked up, overrides applied, checked.
 

@@ -16,6 +16,9 @@ from typing import Any
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _OWN = ("prompt", "response", "answer", "metadata")
 
+FAILED_VERDICTS = frozenset({"timeout", "crashed", "error"})
+"""Verdicts that say that the verifier failed, not the response."""
+
 
 @dataclasses.dataclass(frozen=True)
 class GradeJob:
@@ -54,7 +57,7 @@ class Grade:
     @property
     def failed(self) -> bool:
         """True where the verifier, not the response, failed."""
-        return self.verdict in ("timeout", "crashed", "error")
+        return self.verdict in FAILED_VERDICTS
 
 
 RewardFunction = Callable[[GradeJob], Grade]
