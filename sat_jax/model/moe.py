@@ -3,8 +3,8 @@
 Three implementations of the same sum ``y[n] = sum_k weight[n, k] * expert[index[n, k]](x[n])``:
 
 * ``ragged``: rows sorted by expert, ``jax.lax.ragged_dot``. Accelerators.
-* ``blocked``: rows sorted by expert, each expert's rows padded to whole blocks, one batched matmul over blocks. CPU,
-  where ``ragged_dot`` is some thirty times slower than a matmul.
+* ``blocked``: rows sorted by expert, each expert's filled up to whole blocks, a batched matmul over a few blocks at a
+  time. CPU, where ``ragged_dot`` is some thirty times slower than a matmul.
 * ``dense``: every expert on every token, weighted. Few tokens (decoding), where reading the weights is what costs.
 
 No token is ever dropped, whatever the load. Tokens that are padding are not dispatched and not counted.
@@ -12,9 +12,8 @@ No token is ever dropped, whatever the load. Tokens that are padding are not dis
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -242,35 +241,36 @@ def _dense(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weight
     return jnp.einsum("enf,efd->nd", hidden, down)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
+class _Layout(NamedTuple):
     """Where each (token, slot) lies once rows are sorted by expert.
 
     ``slot [M]``: row -> ``n * K + k``, or ``N * K`` for a filler row. ``row [N * K]``: its inverse, or ``M`` for
-    padding. ``sizes [E]``: rows of each expert. ``block_expert [M / block]``: whose rows a block holds.
+    padding. ``sizes [E]``: rows of each expert. ``block_expert [M / block]``: whose rows a block holds. ``used``: how
+    many blocks hold any.
     """
 
     slot: jax.Array
     row: jax.Array
     sizes: jax.Array
     block_expert: jax.Array
+    used: jax.Array
 
 
-def _layout(indices: jax.Array, experts: int, block: int) -> _Layout:
+def _layout(indices: jax.Array, experts: int, block: int, group: int) -> _Layout:
     flat = indices.reshape(-1)
     count = flat.shape[0]
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     sizes = jnp.sum(flat[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
     blocks = -(-sizes // block)
     block_end = jnp.cumsum(blocks)
-    total = min(count, -(-count // block) + experts)  # static bound on non-empty blocks
+    total = -(-min(count, -(-count // block) + experts) // group) * group  # static bound on non-empty blocks
     shift = jnp.append((block_end - blocks) * block - (jnp.cumsum(sizes) - sizes), 0)
     expert = flat[order]
     rows = jnp.where(expert < experts, jnp.arange(count, dtype=jnp.int32) + shift[expert], total * block)
     row = jnp.zeros(count, jnp.int32).at[order].set(rows, unique_indices=True)
     slot = jnp.full(total * block, count, jnp.int32).at[rows].set(order, mode="drop")
     block_expert = jnp.sum(jnp.arange(total)[:, None] >= block_end, axis=1)
-    return _Layout(slot, row, sizes, jnp.minimum(block_expert, experts - 1))
+    return _Layout(slot, row, sizes, jnp.minimum(block_expert, experts - 1), block_end[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -296,13 +296,13 @@ _collect.defvjp(
 
 
 def _grouped(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weights, ragged: bool) -> jax.Array:
+    E = experts[0].shape[0]
     if not ragged:
-        # Shapes are static, so rows that are not wanted (weight 0) may as well go to expert 0: no gather has to look.
-        E = experts[0].shape[0]
-        at = _layout(jnp.where(indices < E, indices, 0), E, _block_size(indices.size, E))
-        return _blocked(x, weights, *experts, at.slot, at.row, at.block_expert)
+        block, group = _block_shape(indices.size, E)
+        at = _layout(indices, E, block, group)
+        return _blocked(x, weights, *experts, at, block, group)
     gate, up, down = experts
-    at = _layout(indices, gate.shape[0], block=1)
+    at = _layout(indices, E, block=1, group=1)
     rows = _spread(x, at.slot, at.row, indices.shape[-1])
     scale = _spread(weights.reshape(-1, 1), at.slot, at.row, 1)
     hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, at.sizes)) * jax.lax.ragged_dot(rows, up, at.sizes) * scale
@@ -312,28 +312,58 @@ def _grouped(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weig
     return _collect(y, at.slot, at.row, indices.shape[-1])
 
 
+def _block_shape(assignments: int, experts: int) -> tuple[int, int]:
+    """Rows of a block, and blocks that are multiplied side by side.
+
+    Blocks are at most a quarter of an expert's even share, so that filling up each expert's last one costs little; a
+    group is some 1,024 rows, enough to keep all cores busy and few enough to stay in their caches. It never holds more
+    weights than there are.
+    """
+    block = 1
+    while block < 128 and block * experts * 4 < assignments:
+        block *= 2
+    return block, max(1, min(1024 // block, experts))
+
+
 _matmul = functools.partial(jnp.einsum, "bij,bjk->bik")
 _matmul_t = functools.partial(jnp.einsum, "bik,bjk->bij")  # by the transposed second factor
 _outer = functools.partial(jnp.einsum, "bij,bik->bjk", preferred_element_type=jnp.float32)
 
 
-@jax.custom_vjp
+class _Blocks(NamedTuple):
+    """What the loop over groups of blocks reads, first axis: group."""
+
+    token: jax.Array  # int32 [groups, group, block]; a filler's is some token
+    scale: jax.Array  # [groups, group, block, 1]; the gate weight, 0 in fillers: nothing of theirs reaches a result
+    owner: jax.Array  # int32 [groups, group]
+
+
+class _Saved(NamedTuple):
+    x: jax.Array
+    weights: jax.Array
+    experts: Weights
+    at: _Layout
+    both: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _blocked(
     x: jax.Array,
     weights: jax.Array,
     gate: jax.Array,
     up: jax.Array,
     down: jax.Array,
-    slot: jax.Array,
-    row: jax.Array,
-    owner: jax.Array,
+    at: _Layout,
+    block: int,
+    group: int,
 ) -> jax.Array:
-    """The grouped MLP over blocks of rows, ``owner [blocks]`` being each block's expert.
+    """The grouped MLP: a loop over groups of blocks, as many as the batch fills.
 
-    Its gradient is written out so that neither the gathered expert weights nor the spread rows are kept for it: left to
-    automatic differentiation they are most of a layer's memory traffic.
+    Everything between the gather of a group's rows and its results stays in the caches. The gradient is written out:
+    left to automatic differentiation, a loop of unknown length has none, and gathered expert weights and spread rows
+    would be kept for it.
     """
-    return _blocked_forward(x, weights, gate, up, down, slot, row, owner)[0]
+    return _blocked_forward(x, weights, gate, up, down, at, block, group)[0]
 
 
 def _blocked_forward(
@@ -342,69 +372,75 @@ def _blocked_forward(
     gate: jax.Array,
     up: jax.Array,
     down: jax.Array,
-    slot: jax.Array,
-    row: jax.Array,
-    owner: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    rows, scale = _spread_blocks(x, weights, slot, owner)
-    # Gate and up side by side: one wide matmul instead of two narrow ones, here and in the gradient.
-    both = _matmul(rows, jnp.concatenate([gate, up], axis=-1)[owner])
-    a, b = jnp.split(both, 2, axis=-1)
-    y = _matmul(jax.nn.silu(a) * b * scale, down[owner])
-    return _collect_blocks(y, weights, row), (x, weights, gate, up, down, slot, row, owner, both)
+    at: _Layout,
+    block: int,
+    group: int,
+) -> tuple[jax.Array, _Saved]:
+    blocks = _blocks(x, weights, at, block, group)
+    groups = blocks.owner.shape[0]
+    wide = jnp.concatenate([gate, up], axis=-1)  # one wide matmul instead of two narrow ones
+
+    def body(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        y, both = sums
+        rows, owner = jnp.take(x, blocks.token[i], axis=0, mode="clip"), blocks.owner[i]
+        projected = _matmul(rows, wide[owner])
+        a, b = jnp.split(projected, 2, axis=-1)
+        down_rows = _matmul(jax.nn.silu(a) * b * blocks.scale[i], down[owner])
+        return y.at[i].set(down_rows), both.at[i].set(projected)
+
+    shape = (groups, group, block)
+    start = jnp.zeros((*shape, x.shape[-1]), x.dtype), jnp.zeros((*shape, wide.shape[-1]), x.dtype)
+    y, both = jax.lax.fori_loop(0, -(-at.used // group), body, start)
+    return _collect_blocks(y, at, weights), _Saved(x, weights, (gate, up, down), at, both)
 
 
-def _blocked_backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    x, weights, gate, up, down, slot, row, owner, both = saved
-    a, b = jnp.split(both, 2, axis=-1)
-    rows, scale = _spread_blocks(x, weights, slot, owner)
-    d_y, _ = _spread_blocks(d_out, weights, slot, owner)
-    sigmoid = jax.nn.sigmoid(a)
-    hidden = a * sigmoid * b
-    d_scaled = _matmul_t(d_y, down[owner])
-    d_hidden = d_scaled * scale
-    d_both = jnp.concatenate([d_hidden * b * sigmoid * (1 + a * (1 - sigmoid)), d_hidden * a * sigmoid], axis=-1)
-    d_rows = _matmul_t(d_both, jnp.concatenate([gate, up], axis=-1)[owner])
-    d_weights = jnp.sum(d_scaled * hidden, axis=-1).reshape(-1)[row]
+def _blocked_backward(block: int, group: int, saved: _Saved, d_out: jax.Array) -> tuple[jax.Array | None, ...]:
+    x, weights, (gate, up, down), at, both = saved
+    blocks = _blocks(x, weights, at, block, group)
+    wide = jnp.concatenate([gate, up], axis=-1)
 
-    def per_expert(left: jax.Array, right: jax.Array) -> jax.Array:
-        whole = jnp.zeros((gate.shape[0], left.shape[-1], right.shape[-1]), jnp.float32)
-        return whole.at[owner].add(_outer(left, right)).astype(gate.dtype)
+    def body(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        d_wide, d_down, d_rows, d_weight = sums
+        token, scale, owner = blocks.token[i], blocks.scale[i], blocks.owner[i]
+        rows, d_y = jnp.take(x, token, axis=0, mode="clip"), jnp.take(d_out, token, axis=0, mode="clip")
+        a, b = jnp.split(both[i], 2, axis=-1)
+        sigmoid = jax.nn.sigmoid(a)
+        hidden = a * sigmoid * b
+        d_scaled = _matmul_t(d_y, down[owner])
+        d_hidden = d_scaled * scale
+        d_both = jnp.concatenate([d_hidden * b * sigmoid * (1 + a * (1 - sigmoid)), d_hidden * a * sigmoid], axis=-1)
+        of_wide, of_down = _outer(rows, d_both), _outer(hidden * scale, d_y)
+        for j in range(group):  # a scatter would do the same, many times slower on CPUs
+            d_wide, d_down = d_wide.at[owner[j]].add(of_wide[j]), d_down.at[owner[j]].add(of_down[j])
+        d_rows = d_rows.at[i].set(_matmul_t(d_both, wide[owner]))
+        d_weight = d_weight.at[i].set(jnp.sum(d_scaled * hidden, axis=-1))
+        return d_wide, d_down, d_rows, d_weight
 
-    d_gate, d_up = jnp.split(per_expert(rows, d_both), 2, axis=-1)
-    return (
-        _collect_blocks(d_rows, weights, row),
-        d_weights.reshape(weights.shape),
-        d_gate,
-        d_up,
-        per_expert(hidden * scale, d_y),
-        None,
-        None,
-        None,
+    shape = blocks.token.shape
+    start = (
+        jnp.zeros(wide.shape, jnp.float32),
+        jnp.zeros(down.shape, jnp.float32),
+        jnp.zeros((*shape, x.shape[-1]), x.dtype),
+        jnp.zeros(shape, weights.dtype),
     )
+    d_wide, d_down, d_rows, d_weight = jax.lax.fori_loop(0, -(-at.used // group), body, start)
+    d_gate, d_up = jnp.split(d_wide.astype(gate.dtype), 2, axis=-1)
+    d_weights = jnp.take(d_weight.reshape(-1), at.row, mode="fill", fill_value=0).reshape(weights.shape)
+    return _collect_blocks(d_rows, at, weights), d_weights, d_gate, d_up, d_down.astype(down.dtype), None
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _spread_blocks(x: jax.Array, weights: jax.Array, slot: jax.Array, owner: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows ``[blocks, rows, D]`` and their gate weights ``[blocks, rows, 1]``.
-
-    The weights are 0 in filler rows, so that what else a filler holds reaches neither the output nor a gradient.
-    """
-    blocks, K = owner.shape[0], weights.shape[-1]
-    rows = jnp.take(x, slot // K, axis=0, mode="clip")
-    scale = jnp.take(weights.reshape(-1), slot, mode="fill", fill_value=0)
-    return rows.reshape(blocks, -1, x.shape[-1]), scale.reshape(blocks, -1, 1)
+def _blocks(x: jax.Array, weights: jax.Array, at: _Layout, block: int, group: int) -> _Blocks:
+    token = jnp.minimum(at.slot // weights.shape[-1], x.shape[0] - 1)
+    scale = jnp.take(weights.reshape(-1), at.slot, mode="fill", fill_value=0)
+    return _Blocks(
+        token.reshape(-1, group, block), scale.reshape(-1, group, block, 1), at.block_expert.reshape(-1, group)
+    )
 
 
-def _collect_blocks(y: jax.Array, weights: jax.Array, row: jax.Array) -> jax.Array:
-    return jnp.take(y.reshape(-1, y.shape[-1]), row.reshape(weights.shape), axis=0, mode="clip").sum(axis=1)
-
-
-def _block_size(assignments: int, experts: int) -> int:
-    """Rows of a block: large enough for a fast matmul, small enough that padding each expert's last one is cheap."""
-    block = 1
-    while block < 256 and block * experts * 2 < assignments:
-        block *= 2
-    return block
+def _collect_blocks(y: jax.Array, at: _Layout, weights: jax.Array) -> jax.Array:
+    """``[N, D]``: the rows of each token added up; nothing for a slot that was not dispatched."""
+    rows = at.row.reshape(weights.shape)
+    return jnp.take(y.reshape(-1, y.shape[-1]), rows, axis=0, mode="fill", fill_value=0).sum(axis=1)

@@ -13,6 +13,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from sat_jax.model import layers
+from sat_jax.model.attention import attend, self_attention
 from sat_jax.model.config import LayerRun, ModelConfig
 from sat_jax.model.moe import MoEImplementation, RouterOutput, moe_mlp
 from sat_jax.model.parameters import Params
@@ -99,7 +100,7 @@ def forward(
     def attention(p: Params, h: jax.Array) -> jax.Array:
         q, k, v = layers.project_qkv(p, cfg, h, angles)
         q = constrain(q, ("batch", None, "heads", None), options.placement)
-        return layers.project_out(p, cfg, layers.self_attention(q, k, v, segment_ids, options.attention_block))
+        return layers.project_out(p, cfg, self_attention(q, k, v, segment_ids, options.attention_block))
 
     routers = []
     for run in cfg.runs:
@@ -232,7 +233,7 @@ def extend(
                 values = values.at[layer, rows, :, target].set(v.astype(values.dtype), mode="drop")
                 mine = (layer,) if slots is None else (layer, slots)
                 past_k, past_v = keys[mine].astype(q.dtype), values[mine].astype(q.dtype)
-                return layers.project_out(p, cfg, layers.attend(q, past_k, past_v, visible))
+                return layers.project_out(p, cfg, attend(q, past_k, past_v, visible))
 
             x, router = _layer(p, cfg, run, x, valid, None, options, attention, noise)
             return (x, keys, values), None if router is None else router.indices

@@ -105,10 +105,11 @@ def test_padding_changes_nobody_and_is_not_counted(implementation):
 
 @pytest.mark.parametrize("block", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_of_a_block_have_one_expert_and_every_assignment_has_one_row(block, seed):
+@pytest.mark.parametrize("group", [1, 3])
+def test_rows_of_a_block_have_one_expert_and_every_assignment_has_one_row(block, seed, group):
     rng = np.random.default_rng(seed)
     indices = rng.integers(0, E + 1, (11, K)) if seed else np.full((11, K), 2)
-    at = moe._layout(jnp.asarray(indices), E, block)
+    at = moe._layout(jnp.asarray(indices), E, block, group)
     slot, row, owner = (np.asarray(a) for a in (at.slot, at.row, at.block_expert))
     flat = indices.reshape(-1)
     for i, e in enumerate(flat):
@@ -119,6 +120,9 @@ def test_rows_of_a_block_have_one_expert_and_every_assignment_has_one_row(block,
             assert owner[row[i] // block] == e
     assert (slot < flat.size).sum() == (flat < E).sum()
     np.testing.assert_array_equal(at.sizes, np.bincount(flat, minlength=E + 1)[:E])
+    assert len(owner) % group == 0
+    filled = (slot < flat.size).reshape(-1, block).any(axis=1)
+    np.testing.assert_array_equal(filled, np.arange(len(owner)) < at.used)
 
 
 # ---------------------------------------------------------------- routing replay
