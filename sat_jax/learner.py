@@ -44,7 +44,7 @@ class LearnerSpec:
         router_aux_loss_coef: weight of the load-balancing loss.
         router_z_loss_coef: weight of the router z-loss.
         packed: rows hold several sequences, told apart by ``batch.segment_ids``; if False a row is one sequence.
-        head_chunk: token positions per chunk of the vocabulary head.
+        head_chunk: most token positions whose logits are in memory at once.
         forward: compute type, remat, grouped-matmul choice.
     """
 
@@ -63,7 +63,8 @@ class LearnerSpec:
 
 
 class Scores(NamedTuple):
-    """What a pass without gradient says about a batch; [B, T] float32, aligned with ``batch.tokens``."""
+    """What a pass without gradient says about a batch; [B, T] float32, aligned with ``batch.tokens``, 0 outside its
+    ``loss_mask``."""
 
     log_probs: jax.Array
     entropy: jax.Array | None
@@ -146,11 +147,10 @@ def _placement(spec: LearnerSpec) -> Placement:
 
 
 def score(spec: LearnerSpec, params: Any, batch: Batch) -> Scores:
-    """Log-probs and entropies of ``batch.tokens`` under ``params``, without gradient, micro-batch by micro-batch.
+    """Log-probs and entropies of the tokens under ``batch.loss_mask``, without gradient, micro-batch by micro-batch.
 
     Serves the reference, the proximal and the rollout-policy pass.
     """
-
     scores = _score(spec, params, batch)
     return Scores(scores.log_probs, scores.entropy)
 
@@ -217,6 +217,7 @@ def _forward(
         temperature=spec.temperature if temperature is None else temperature,
         chunk_size=spec.head_chunk,
         placement=spec.forward.placement,
+        active=batch.loss_mask,  # losses, metrics and readable samples look at nothing else
     )
     routing = None if out.router is None else _routing(spec, out.router, batch, whole)
     return _Pass(head.log_probs, head.entropy, routing)

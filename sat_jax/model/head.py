@@ -7,7 +7,7 @@ all call it.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,7 @@ def token_log_probs(
     chunk_size: int = 1024,
     with_entropy: bool = True,
     placement: Placement | None = None,
+    active: jax.Array | None = None,
 ) -> TokenLogProbs:
     """Log-probability of every token given those before it, differentiable in ``params`` and ``hidden``.
 
@@ -64,84 +65,182 @@ def token_log_probs(
         tokens: int ``[B, T]``.
         temperature: what the sampler divided its logits by (eq. (1) compares the two policies at the same temperature);
             a constant, no gradient flows to it.
-        chunk_size: tokens whose logits are in memory at once: ``chunk_size * V * 4`` bytes. The backward pass makes
-            them again.
+        chunk_size: most tokens whose logits are in memory at once: ``chunk_size * V * 4`` bytes over the whole mesh.
+            The backward pass makes them again.
         with_entropy: also return ``-sum p log p``.
         placement: mesh and rules, or None; then the head is gathered over ``fsdp`` once and not in every chunk.
+        active: bool ``[B, T]``, aligned with ``tokens``: the entries that are wanted. The others are 0, pass no
+            gradient and cost nothing, whatever their hidden states hold. None: all of them.
+
+    Raises:
+        ValueError: rows that the mesh of ``placement`` does not divide.
     """
-    B, T, D = hidden.shape
-    width = max(1, min(chunk_size // B, T - 1))
-    chunks = max(1, -(-(T - 1) // width))
-    pad = chunks * width - (T - 1)
+    B, T, _ = hidden.shape
+    hidden = constrain(hidden, ("batch", None, None), placement)
     matrix = constrain(head_matrix(params, cfg), ("vocab", None), placement)
-    # Chunks run along T, so that rows stay where a mesh has put them.
-    before = jnp.pad(hidden[:, :-1], ((0, 0), (0, pad), (0, 0))).reshape(B, chunks, width, D)
-    target = jnp.pad(tokens[:, 1:], ((0, 0), (0, pad))).reshape(B, chunks, width)
+    groups = 1 if placement is None else placement.ways("batch")
+    wanted = jnp.broadcast_to(jnp.arange(T) > 0, (B, T))
+    wanted = wanted if active is None else wanted & active
+    most = B // groups * max(1, T - 1)
+    width = max(1, min(chunk_size // groups, most if active is None else _fine(most)))
+    chunks = -(-most // width)
+
+    def grouped(x: jax.Array) -> jax.Array:
+        return x.reshape(groups, B // groups * T, *x.shape[2:])
+
     log_probs, entropy = _chunked(
-        before.swapaxes(0, 1),
+        grouped(hidden),
         matrix,
-        target.swapaxes(0, 1),
+        grouped(tokens),
         jax.lax.stop_gradient(jnp.float32(temperature)),
-        with_entropy,
+        _plan(grouped(wanted), chunks, width),
+        _Static(width, chunks if active is None else None, with_entropy, placement),
     )
-
-    def align(x: jax.Array) -> jax.Array:
-        return jnp.pad(x.swapaxes(0, 1).reshape(B, chunks * width)[:, : T - 1], ((0, 0), (1, 0)))
-
-    return TokenLogProbs(align(log_probs), align(entropy) if with_entropy else None)
+    return TokenLogProbs(log_probs.reshape(B, T), entropy.reshape(B, T) if entropy is not None else None)
 
 
 def _project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
     return jnp.einsum("...d,vd->...v", hidden, matrix.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+# ---------------------------------------------------------------- in chunks
+#
+# The rows that one device holds (all of them without a mesh) are one group of N = rows * T positions, in which the
+# wanted positions come first and are walked through in chunks: padding and prompts cost nothing, one long row makes
+# nobody wait, and no position leaves the device where a mesh has put it. G groups side by side.
+
+
+class _Plan(NamedTuple):
+    """Which position is computed where.
+
+    Attributes:
+        order: int32 [G, chunks * width]; positions, wanted ones first, in their order.
+        slot: int32 [G, N]; where in ``order`` a wanted position stands.
+        wanted: bool [G, N].
+        total: int32 [G]; wanted positions.
+    """
+
+    order: jax.Array
+    slot: jax.Array
+    wanted: jax.Array
+    total: jax.Array
+
+
+class _Static(NamedTuple):
+    """What is known at trace time. ``trips`` is None where it depends on how many positions are wanted."""
+
+    width: int
+    trips: int | None
+    with_entropy: bool
+    placement: Placement | None
+
+
+_PARTS, _NARROWEST = 8, 64
+"""Chunks into which a small batch is cut at least, so that rounding up to whole ones wastes little, and the width below
+which a matmul loses speed."""
+
+
+def _fine(positions: int) -> int:
+    return -(-positions // (_PARTS * _NARROWEST)) * _NARROWEST
+
+
+def _plan(wanted: jax.Array, chunks: int, width: int) -> _Plan:
+    order = jnp.argsort(~wanted, axis=1, stable=True).astype(jnp.int32)
+    order = jnp.pad(order, ((0, 0), (0, max(0, chunks * width - order.shape[1]))))[:, : chunks * width]
+    rank = jnp.cumsum(wanted, axis=1, dtype=jnp.int32)
+    return _Plan(order, jnp.maximum(rank - 1, 0), wanted, rank[:, -1])
+
+
+def _trips(plan: _Plan, static: _Static) -> int | jax.Array:
+    return -(-jnp.max(plan.total) // static.width) if static.trips is None else static.trips
+
+
+_take = jax.vmap(lambda x, index: x.at[index].get(mode="promise_in_bounds"))
+"""``x [G, N, ...]``, ``index [G, C]`` -> ``[G, C, ...]``."""
+
+
+def _chunk(i: jax.Array, hidden: jax.Array, tokens: jax.Array, plan: _Plan, width: int) -> tuple[jax.Array, ...]:
+    """Chunk ``i``: positions ``[G, width]``, and of all groups, one behind the other, the hidden states before them
+    ``[G * width, D]`` (0 where nothing is wanted) and their tokens ``[G * width]``."""
+    at = jax.lax.dynamic_slice_in_dim(plan.order, i * width, width, axis=1)
+    filled = i * width + jnp.arange(width) < plan.total[:, None]
+    before = jnp.where(filled[..., None], _take(hidden, jnp.maximum(at - 1, 0)), 0)
+    return at, before.reshape(-1, before.shape[-1]), _take(tokens, at).reshape(-1)
+
+
+def _put_back(plan: _Plan, x: jax.Array) -> jax.Array:
+    """``x [G, chunks * width, ...]`` in chunks' order -> ``[G, N, ...]``, 0 where nothing is wanted."""
+    return jnp.where(plan.wanted.reshape(plan.wanted.shape + (1,) * (x.ndim - 2)), _take(x, plan.slot), 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _chunked(
-    hidden: jax.Array, matrix: jax.Array, target: jax.Array, temperature: jax.Array, with_entropy: bool
-) -> tuple[jax.Array, jax.Array]:
-    """``hidden [chunks, B, C, D]``, ``target [chunks, B, C]`` -> log-probs and entropies ``[chunks, B, C]``."""
-    outputs, _ = _chunked_forward(hidden, matrix, target, temperature, with_entropy)
+    hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, temperature: jax.Array, plan: _Plan, static: _Static
+) -> tuple[jax.Array, jax.Array | None]:
+    """``hidden [G, N, D]``, ``tokens [G, N]`` -> log-probs and entropies ``[G, N]``."""
+    outputs, _ = _chunked_forward(hidden, matrix, tokens, temperature, plan, static)
     return outputs
 
 
 def _chunked_forward(
-    hidden: jax.Array, matrix: jax.Array, target: jax.Array, temperature: jax.Array, with_entropy: bool
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    def chunk(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x, index = args
-        scaled = _project(x, matrix) / temperature
+    hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, temperature: jax.Array, plan: _Plan, static: _Static
+) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
+    def chunk(i: jax.Array, made: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        at, before, index = _chunk(i, hidden, tokens, plan, static.width)
+        scaled = _project(before, matrix) / temperature
         log_z = jax.nn.logsumexp(scaled, axis=-1)
-        chosen = jnp.take_along_axis(scaled, index[..., None], axis=-1)[..., 0] - log_z
-        if not with_entropy:
-            return chosen, log_z, log_z
-        log_p = scaled - log_z[..., None]  # summing p log p cancels less than log_z - sum p z
-        return chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), log_z
+        new = {"log_z": log_z, "log_probs": jnp.take_along_axis(scaled, index[:, None], axis=-1)[:, 0] - log_z}
+        if static.with_entropy:
+            log_p = scaled - log_z[:, None]  # summing p log p cancels less than log_z - sum p z
+            new["entropy"] = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * static.width, axis=1)
+        return {name: put(made[name], value.reshape(at.shape)) for name, value in new.items()}
 
-    log_probs, entropy, log_z = jax.lax.map(chunk, (hidden, target))
-    return (log_probs, entropy), (hidden, matrix, target, temperature, entropy, log_z)
+    names = ("log_z", "log_probs", "entropy") if static.with_entropy else ("log_z", "log_probs")
+    empty = constrain(jnp.zeros(plan.order.shape, jnp.float32), ("batch", None), static.placement)
+    made = jax.lax.fori_loop(0, _trips(plan, static), chunk, dict.fromkeys(names, empty))
+    entropy = made.get("entropy")
+    outputs = _put_back(plan, made["log_probs"]), None if entropy is None else _put_back(plan, entropy)
+    return outputs, (hidden, matrix, tokens, temperature, plan, entropy, made["log_z"])
 
 
-def _chunked_backward(with_entropy: bool, saved: Any, g: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    hidden, matrix, target, temperature, entropy, log_z = saved
+def _chunked_backward(static: _Static, saved: Any, g: tuple[jax.Array, jax.Array | None]) -> tuple[Any, ...]:
+    hidden, matrix, tokens, temperature, plan, entropy, log_z = saved
+    g_log_probs, g_entropy = (None if x is None else jnp.where(plan.wanted, x, 0) for x in g)
     weight = matrix.astype(hidden.dtype)
+    (G, _, D), width = hidden.shape, static.width
 
-    def chunk(d_matrix: jax.Array, args: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        x, index, entropy, log_z, g_log_prob, g_entropy = args
-        log_p = _project(x, matrix) / temperature - log_z[..., None]
+    def chunk(i: jax.Array, grown: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        d_matrix, d_before = grown
+        at, before, index = _chunk(i, hidden, tokens, plan, width)
+
+        def here(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, i * width, width, axis=1).reshape(-1, 1)
+
+        g_log_prob = _take(g_log_probs, at).reshape(-1, 1)
+        log_p = _project(before, matrix) / temperature - here(log_z)
         p = jnp.exp(log_p)
-        one_hot = index[..., None] == jnp.arange(log_p.shape[-1])
+        one_hot = index[:, None] == jnp.arange(log_p.shape[-1])
         # d log p_target / d z = 1[target] - p;   d H / d z = -p (log p + H)
-        d_scaled = jnp.where(one_hot, g_log_prob[..., None], 0) - p * g_log_prob[..., None]
-        if with_entropy:
-            d_scaled -= p * (log_p + entropy[..., None]) * g_entropy[..., None]
-        d_logits = (d_scaled / temperature).astype(x.dtype)
-        d_x = jnp.einsum("bcv,vd->bcd", d_logits, weight)
-        # [D, V]: this way round no [.., V] array is transposed for the matmul.
-        return d_matrix + jnp.einsum("bcd,bcv->dv", x, d_logits, preferred_element_type=jnp.float32), d_x
+        d_scaled = jnp.where(one_hot, g_log_prob, 0) - p * g_log_prob
+        if g_entropy is not None:
+            d_scaled -= p * (log_p + here(entropy)) * _take(g_entropy, at).reshape(-1, 1)
+        d_logits = (d_scaled / temperature).astype(before.dtype)
+        d_chunk = jnp.einsum("cv,vd->cd", d_logits, weight).reshape(G, width, D)
+        # [D, V]: this way round no [.., V] array is transposed for the matmul. A sum for each group: devices that share
+        # out the rows add theirs up once, behind the loop.
+        pair = before.reshape(G, width, D), d_logits.reshape(G, width, -1)
+        d_matrix += jnp.einsum("gcd,gcv->gdv", *pair, preferred_element_type=jnp.float32)
+        return d_matrix, jax.lax.dynamic_update_slice_in_dim(d_before, d_chunk, i * width, axis=1)
 
-    zero = jnp.zeros(matrix.shape[::-1], jnp.float32)
-    d_matrix, d_hidden = jax.lax.scan(chunk, zero, (hidden, target, entropy, log_z, *g))
-    return d_hidden, d_matrix.T.astype(matrix.dtype), None, jnp.zeros_like(temperature)
+    zeros = (
+        constrain(jnp.zeros((G, D, matrix.shape[0]), jnp.float32), ("batch", None, "vocab"), static.placement),
+        constrain(jnp.zeros((*plan.order.shape, D), hidden.dtype), ("batch", None, None), static.placement),
+    )
+    d_matrix, d_before = jax.lax.fori_loop(0, _trips(plan, static), chunk, zeros)
+    # Position t reads the hidden state of position t - 1; a row's first token reads nothing and has 0 here.
+    d_hidden = jnp.pad(_put_back(plan, d_before)[:, 1:], ((0, 0), (0, 1), (0, 0)))
+    return d_hidden, jnp.sum(d_matrix, axis=0).T.astype(matrix.dtype), None, jnp.zeros_like(temperature), None
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

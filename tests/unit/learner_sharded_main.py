@@ -41,7 +41,10 @@ def spec_of(micro_batches: int, options: model.ForwardOptions) -> learner.Learne
     schedule = learner.learning_rate(1e-3)
     loss = losses.make_loss(losses.method("sat-grpo"))
     optimizer = learner.adam(schedule, 0.9, 0.98, 1e-8)
-    return learner.LearnerSpec(MOE, loss, optimizer, schedule, micro_batches=micro_batches, forward=options)
+    # A small head_chunk: several chunks on every device, some of them with nothing to do.
+    return learner.LearnerSpec(
+        MOE, loss, optimizer, schedule, micro_batches=micro_batches, head_chunk=16, forward=options
+    )
 
 
 def run(mesh: dict[str, int] | None, micro_batches: int) -> tuple[Any, Any]:
