@@ -442,5 +442,7 @@ def _blocks(x: jax.Array, weights: jax.Array, at: _Layout, block: int, group: in
 
 def _collect_blocks(y: jax.Array, at: _Layout, weights: jax.Array) -> jax.Array:
     """``[N, D]``: the rows of each token added up; nothing for a slot that was not dispatched."""
-    rows = at.row.reshape(weights.shape)
-    return jnp.take(y.reshape(-1, y.shape[-1]), rows, axis=0, mode="fill", fill_value=0).sum(axis=1)
+    flat, rows = y.reshape(-1, y.shape[-1]), at.row.reshape(weights.shape)
+    # One gather a slot, added up: XLA makes a single loop of them, and never writes [N, K, D].
+    picked = [jnp.take(flat, rows[:, k], axis=0, mode="fill", fill_value=0) for k in range(rows.shape[1])]
+    return functools.reduce(jnp.add, picked)
