@@ -23,7 +23,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from sat_jax.model.config import ModelConfig
-from sat_jax.model.huggingface import hub_names, hub_shape, layers_of, write_folder
+from sat_jax.model.hub import hub_names, hub_shape, layers_of
+from sat_jax.model.huggingface import write_folder
 from sat_jax.model.parameters import Parameter, parameter_table
 
 # Last part of a parameter's path -> GGUF name.

@@ -1,8 +1,10 @@
-"""Hugging Face folders in and out: sharded safetensors, hub names, per-expert and fused (transformers 5) layouts."""
+"""Hugging Face folders in and out: safetensors to and from (sharded) device arrays, a tensor at a time."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -14,17 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from sat_jax.model.config import ModelConfig, config_to_hf, read_config, read_json
+from sat_jax.model.config import ModelConfig, config_to_hf, read_config
+from sat_jax.model.hub import INDEX, SINGLE, Checkpoint, hub_axes, hub_names, hub_shape, layers_of, single_shape, some
 from sat_jax.model.parameters import Parameter, Params, flatten, parameter_table, unflatten
 
-_STAGING_BYTES = 256 * 2**20
-_FLOATS = {"F64", "F32", "F16", "BF16"}
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_BUFFERS = (".rotary_emb.inv_freq",)  # derived tables that old exports carried along
-_WITH_WEIGHTS = {"config.json", _INDEX}
+_STAGING_BYTES = 16 * 2**20
+"""Host memory in which small tensors are gathered, and large ones cut up, on their way to the device."""
+_WITH_WEIGHTS = {"config.json", INDEX}
 
 
 def load_params(
@@ -32,8 +32,9 @@ def load_params(
 ) -> Params:
     """The parameters of a Hugging Face folder.
 
-    Names, shapes and dtypes of every tensor are checked before the first one is read. Tensors are read one at a time;
-    host memory holds one layer of one parameter (or up to 256 MiB of small ones), never the model.
+    Names, shapes and dtypes of every tensor are checked before the first one is read. Every device is given its own
+    part straight from the files, in pieces: host memory holds 16 MiB of the result at a time, and what they are cast
+    from, whatever the size of the model and of its largest tensor.
 
     Args:
         hf_dir: folder with ``model.safetensors``, or shards and ``model.safetensors.index.json``.
@@ -122,183 +123,77 @@ def write_folder(
     return target
 
 
-class Checkpoint:
-    """The weights of a folder: where every hub tensor lies, with its shape and dtype; opens each file once."""
-
-    def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is not a folder: give a Hugging Face model folder")
-        self.folder = folder
-        self.files: dict[str, str] = {}
-        self._open: dict[str, Any] = {}
-        index = folder / _INDEX
-        if index.is_file():
-            self.files = dict(read_json(index).get("weight_map", {}))
-        elif (folder / _SINGLE).is_file():
-            self.files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
-        else:
-            raise FileNotFoundError(
-                f"{folder} has neither {_SINGLE} nor {_INDEX}: the folder is half written; fetch it again"
-            )
-        present: dict[str, set[str]] = {f: set(self._file(f).keys()) for f in set(self.files.values())}
-        absent = sorted(name for name, file in self.files.items() if name not in present[file])
-        if absent:
-            raise ValueError(
-                f"{index} promises {absent[0]!r} in {self.files[absent[0]]}, which lacks it: fetch the folder again"
-            )
-        for file, names in present.items():
-            self.files.update(dict.fromkeys(names, file))
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            path = self.folder / name
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"{path} is missing although {_INDEX} names it: the folder is half written; fetch it again"
-                )
-            try:
-                self._open[name] = safe_open(path, framework="numpy")
-            except SafetensorError as error:
-                raise ValueError(f"{path} is truncated or damaged ({error}): fetch it again") from error
-        return self._open[name]
-
-    def slice(self, name: str) -> Any:
-        """A tensor's header, unread: ``get_shape()``, ``get_dtype()``."""
-        return self._file(self.files[name]).get_slice(name)
-
-    def read(self, name: str) -> np.ndarray:
-        """A tensor in its stored dtype; ``ValueError`` where it holds NaN or infinity."""
-        tensor: np.ndarray = self._file(self.files[name]).get_tensor(name)
-        if not np.isfinite(tensor).all():
-            raise ValueError(
-                f"{name} in {self.folder / self.files[name]} holds NaN or infinity: fetch the checkpoint again"
-            )
-        return tensor
-
-    def fused(self, p: Parameter, layer: int) -> str | None:
-        """Name of the tensor that holds this parameter's experts together, where the checkpoint is laid out so."""
-        if "{expert}" not in p.hub:
-            return None
-        kind = "down_proj" if p.path[-1] == "down" else "gate_up_proj"
-        name = f"model.layers.{layer}.mlp.experts.{kind}"
-        return name if name in self.files else None
-
-    def check(self, cfg: ModelConfig, table: tuple[Parameter, ...]) -> None:
-        """Raises ``ValueError`` where tensors are missing, left over, of another shape or no floats."""
-        expected: dict[str, tuple[int, ...]] = {}
-        for p in table:
-            for layer in layers_of(p):
-                fused = self.fused(p, layer)
-                if fused is not None:
-                    E, rows, columns = p.shape[1], *hub_shape(p)
-                    expected[fused] = (E, rows if p.path[-1] == "down" else 2 * rows, columns)
-                else:
-                    expected.update(dict.fromkeys(hub_names(p, layer), hub_shape(p)))
-        spare = {name for name in self.files if name.endswith(_BUFFERS)}
-        if cfg.tie_word_embeddings and "lm_head.weight" in self.files:
-            if not np.array_equal(self.read("lm_head.weight"), self.read("model.embed_tokens.weight")):
-                raise ValueError(
-                    f"{self.folder}: tie_word_embeddings is true but lm_head.weight differs from the embedding: "
-                    "set it to false in config.json"
-                )
-            spare.add("lm_head.weight")
-        missing = sorted(set(expected) - set(self.files))
-        surplus = sorted(set(self.files) - set(expected) - spare)
-        if missing or surplus:
-            raise ValueError(
-                f"{self.folder} does not hold the tensors that its config.json describes: missing {_some(missing)}; "
-                f"left over {_some(surplus)}: config and weights are of different models, or the folder is half written"
-            )
-        for name, shape in expected.items():
-            found = self.slice(name)
-            if tuple(found.get_shape()) != shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(found.get_shape())}, expected {shape}: config.json and weights differ"
-                )
-            if found.get_dtype() not in _FLOATS:
-                raise ValueError(
-                    f"{name} is stored as {found.get_dtype()}, expected one of {sorted(_FLOATS)}: dequantize it first"
-                )
-
-
 def _load(checkpoint: Checkpoint, p: Parameter, sharding: jax.sharding.Sharding) -> jax.Array:
-    """One parameter, assembled on each device from its own part of every layer."""
-    layers = layers_of(p)
-    stacked = p.axes[0] == "layers"
-    indices = sharding.addressable_devices_indices_map(p.shape)
-    per_layer = int(np.prod(p.shape)) * p.dtype.itemsize // len(layers)
-    step = max(1, min(len(layers), _STAGING_BYTES // max(per_layer, 1)))
-    parts: dict[jax.Device, jax.Array] = {}
-    for first in range(0, len(layers), step):
-        chunk = layers[first : first + step]
-        if stacked:
-            host = np.empty((len(chunk), *p.shape[1:]), p.dtype)
-            for i, layer in enumerate(chunk):
-                _fill_layer(checkpoint, p, layer, host[i])
-        else:
-            host = np.array(_from_hub(p, checkpoint.read(p.hub)), p.dtype)
-        for device, index in indices.items():
-            # The layers axis is never split: it is scanned over.
-            local = host[(slice(None), *(index or ())[1:])] if stacked else host[index or ...]
-            piece = jax.device_put(local, device)
-            if step >= len(layers):
-                parts[device] = piece
-            else:
-                if device not in parts:
-                    parts[device] = jnp.zeros((len(layers), *local.shape[1:]), p.dtype, device=device)
-                parts[device] = _insert(parts[device], piece, first)
-    return jax.make_array_from_single_device_arrays(p.shape, sharding, list(parts.values()))
+    """One parameter, assembled on each device from its own part of the hub's tensors."""
+    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(p.shape).items():
+        spans = (s.indices(n)[:2] for s, n in zip(index or (slice(None),) * len(p.shape), p.shape, strict=True))
+        holders.setdefault(tuple(spans), []).append(device)
+    parts = [array for part, devices in holders.items() for array in _fill(checkpoint, p, part, devices)]
+    return jax.make_array_from_single_device_arrays(p.shape, sharding, parts)
 
 
-def _insert_rows(whole: jax.Array, part: jax.Array, first: int) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=0)
+def _fill(
+    checkpoint: Checkpoint, p: Parameter, part: tuple[tuple[int, int], ...], devices: list[jax.Device]
+) -> list[jax.Array]:
+    """The same part of a parameter on several devices, read once, in pieces of at most ``_STAGING_BYTES``."""
+    shape = tuple(stop - start for start, stop in part)
+    positions = list(itertools.product(*(range(*span) for span in part[: p.stacked])))  # of hub tensors
+    within, (rows, *columns) = part[p.stacked :], shape[p.stacked :]
+    # Pieces are rows of the part seen as [tensors * rows, *columns]: of several small tensors, or of one large one.
+    fit = max(1, _STAGING_BYTES // (math.prod(columns) * p.dtype.itemsize))
+    step = max(1, fit // rows)
+    whole: list[jax.Array] = []
+    for first in range(0, len(positions), step):
+        tensors = positions[first : first + step]
+        for start in range(0, rows, fit):
+            stop = min(start + fit, rows)
+            span = ((within[0][0] + start, within[0][0] + stop), *within[1:])
+            piece = np.empty((len(tensors), stop - start, *columns), p.dtype)
+            for i, position in enumerate(tensors):
+                piece[i] = _read(checkpoint, p, position, span)
+            if len(tensors) == len(positions) and stop - start == rows:
+                return [jax.device_put(piece.reshape(shape), device) for device in devices]
+            whole = whole or [jnp.zeros(shape, p.dtype, device=device) for device in devices]
+            at = first * rows + start
+            whole = [
+                _insert(x, jax.device_put(piece.reshape(-1, *columns), d), at)
+                for x, d in zip(whole, devices, strict=True)
+            ]
+            jax.block_until_ready(whole)  # or pieces would pile up behind the device
+    return whole
+
+
+def _insert_rows(whole: jax.Array, piece: jax.Array, at: int) -> jax.Array:
+    flat = whole.reshape(-1, *piece.shape[1:])
+    return jax.lax.dynamic_update_slice_in_dim(flat, piece, at, axis=0).reshape(whole.shape)
 
 
 _insert = jax.jit(_insert_rows, donate_argnums=0)
 
 
-def _fill_layer(checkpoint: Checkpoint, p: Parameter, layer: int, out: np.ndarray) -> None:
+def _read(
+    checkpoint: Checkpoint, p: Parameter, position: tuple[int, ...], part: tuple[tuple[int, int], ...]
+) -> np.ndarray:
+    """``part`` of the tensor at ``position`` (layer and expert, counted from the parameter's first), as stored here."""
+    sizes = single_shape(p)
+    # An axis of the hub runs over several of ours; it is cut along the first, the others are read whole and cut here.
+    where, lengths = [], list(sizes)
+    for first, *inner in hub_axes(p):
+        one = math.prod(sizes[axis] for axis in inner)
+        where.append(slice(part[first][0] * one, part[first][1] * one))
+        lengths[first] = part[first][1] - part[first][0]
+    layer = layers_of(p)[position[0] if position else 0]
     fused = checkpoint.fused(p, layer)
     if fused is not None:
-        tensor = checkpoint.read(fused)
-        F = hub_shape(p)[0]
-        rows = {"gate": slice(0, F), "up": slice(F, 2 * F), "down": slice(None)}[p.path[-1]]
-        out[...] = tensor[:, rows].swapaxes(1, 2)
-    elif "{expert}" in p.hub:
-        for expert, name in enumerate(hub_names(p, layer)):
-            out[expert] = _from_hub(p, checkpoint.read(name))
+        above = hub_shape(p)[0] if p.path[-1] == "up" else 0  # gate and up lie above one another
+        rows = slice(where[0].start + above, where[0].stop + above)
+        tensor = checkpoint.read(fused, slice(position[1], position[1] + 1), rows, where[1])[0]
     else:
-        out[...] = _from_hub(p, checkpoint.read(hub_names(p, layer)[0]))
-
-
-def layers_of(p: Parameter) -> range:
-    """Layer numbers that a parameter is stacked over; ``range(1)`` where it belongs to no layer."""
-    return range(p.first_layer, p.first_layer + p.shape[0]) if p.axes[0] == "layers" else range(1)
-
-
-def hub_names(p: Parameter, layer: int) -> list[str]:
-    """The hub tensors of one layer's parameter: one, or one an expert."""
-    if "{expert}" not in p.hub:
-        return [p.hub.format(layer=layer)]
-    return [p.hub.format(layer=layer, expert=expert) for expert in range(p.shape[1])]
-
-
-def _single_shape(p: Parameter) -> tuple[int, ...]:
-    """Shape, as stored here, of what one hub tensor holds."""
-    return tuple(size for size, axis in zip(p.shape, p.axes, strict=True) if axis not in ("layers", "expert"))
-
-
-def hub_shape(p: Parameter) -> tuple[int, ...]:
-    """Shape of each of the parameter's hub tensors; a matrix is ``(out, in)``."""
-    shape = _single_shape(p)
-    if not p.matrix:
-        return shape if "head_dim" not in p.axes or len(shape) == 1 else (int(np.prod(shape)),)
-    inputs = 2 if p.path[-1] == "out" else 1  # the output projection contracts heads and head_dim
-    return int(np.prod(shape[inputs:])), int(np.prod(shape[:inputs]))
-
-
-def _from_hub(p: Parameter, tensor: np.ndarray) -> np.ndarray:
-    return (tensor.T if p.matrix else tensor).reshape(_single_shape(p))
+        tensor = checkpoint.read(hub_names(p, layer)[position[1] if len(position) > 1 else 0], *where)
+    value = (tensor.T if p.matrix else tensor).reshape(lengths)
+    outer = {axes[0] for axes in hub_axes(p)}
+    return value[tuple(slice(None) if axis in outer else slice(*span) for axis, span in enumerate(part))]
 
 
 def _to_hub(p: Parameter, value: np.ndarray) -> np.ndarray:
@@ -342,14 +237,14 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], limit
         size, total = size + tensor.nbytes, total + tensor.nbytes
     flush()
     if len(shards) == 1:
-        os.replace(folder / "shard-0", folder / _SINGLE)
+        os.replace(folder / "shard-0", folder / SINGLE)
         return
     weight_map = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         os.replace(folder / f"shard-{i}", folder / file)
         weight_map.update(dict.fromkeys(names, file))
-    _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _copy_side_files(source: str | Path | None, target: Path) -> None:
@@ -370,18 +265,13 @@ def _check_tree(table: tuple[Parameter, ...], params: Params) -> None:
     if set(leaves) != paths:
         odd = [".".join(path) for path in sorted(set(leaves) ^ paths)]
         raise ValueError(
-            f"parameters do not fit the configuration: {_some(odd)} missing or left over; pass the right config"
+            f"parameters do not fit the configuration: {some(odd)} missing or left over; pass the right config"
         )
     for p in table:
         if leaves[p.path].shape != p.shape:
             raise ValueError(
                 f"{p.name} has shape {leaves[p.path].shape}, expected {p.shape}: pass the config it was made with"
             )
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    shown = ", ".join(names[:limit]) or "none"
-    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
 
 
 def _write_json(path: Path, value: Any) -> None:

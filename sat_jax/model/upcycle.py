@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from sat_jax.model.config import ModelConfig, ModelType, read_config
-from sat_jax.model.huggingface import Checkpoint, hub_names, layers_of, write_folder
+from sat_jax.model.hub import Checkpoint, hub_names, layers_of
+from sat_jax.model.huggingface import write_folder
 from sat_jax.model.parameters import Parameter, parameter_table
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -84,7 +85,7 @@ def upcycle(
     dense = {p.path: p for p in parameter_table(cfg)}
     checkpoint.check(cfg, tuple(dense.values()))
     names = [name for p in dense.values() for layer in layers_of(p) for name in hub_names(p, layer)]
-    stored = {checkpoint.slice(name).get_dtype() for name in names}
+    stored = {checkpoint.unread(name).get_dtype() for name in names}
     if len(stored) > 1:
         raise ValueError(f"{hf_dir} stores tensors as {', '.join(sorted(stored))}: export it in one type first")
     dtype = _DTYPES[stored.pop()]

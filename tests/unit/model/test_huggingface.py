@@ -1,7 +1,11 @@
 """Folders in and out: bit-identical round trips, both expert layouts, and what damaged folders say."""
 
+import dataclasses
+import functools
 import json
+import math
 import shutil
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from sat_jax import model
 from sat_jax.model import huggingface
+from sat_jax.model.hub import Checkpoint
 
 from .common import DATA, GOLDEN, LLAMA, MIXED, init, load
 
@@ -105,9 +110,39 @@ def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["taken"]
 
 
-def test_a_stack_larger_than_the_staging_buffer_is_filled_in_steps(monkeypatch):
-    monkeypatch.setattr(huggingface, "_STAGING_BYTES", 100_000)  # two of three layers of q, less than one of experts
+@pytest.mark.parametrize("size", [100_000, 3_000])  # two of three layers of q, some experts; parts of each tensor
+def test_what_is_larger_than_the_staging_buffer_comes_in_pieces(size, monkeypatch):
+    monkeypatch.setattr(huggingface, "_STAGING_BYTES", size)
     same(model.load_params(DATA / "moe_top4_norm"), load("moe_top4_norm")[1])
+
+
+def test_host_memory_does_not_grow_with_the_model_or_its_tensors(tmp_path, monkeypatch):
+    """numpy's and safetensors' memory is traced, the device's is not."""
+    staging = 2**18
+    cfg = dataclasses.replace(MIXED, vocab_size=2**14, hidden_size=128, moe_intermediate_size=256)
+    model.save_hf(tmp_path / "model", cfg, init(cfg))
+    monkeypatch.setattr(huggingface, "_STAGING_BYTES", staging)
+    largest = max(math.prod(p.shape) * 4 for p in model.parameter_table(cfg))
+    tracemalloc.start()
+    try:
+        params = jax.block_until_ready(model.load_params(tmp_path / "model", cfg))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    same(params, init(cfg))
+    assert peak < 8 * staging < largest / 2 < sum(x.nbytes for x in jax.tree.leaves(params)) / 4
+
+
+@pytest.mark.parametrize("name", ["layers_0.attention.q_bias", "layers_0.attention.q", "layers_0.attention.out"])
+def test_any_part_of_a_parameter_can_be_read(name, tmp_path):
+    """Also one that cuts inside an axis which the hub has flattened away."""
+    params = init(LLAMA)
+    model.save_hf(tmp_path / "model", LLAMA, params)
+    row = next(p for p in model.parameter_table(LLAMA) if p.name == name)
+    part = tuple((n // 4, n // 2) for n in row.shape[1:])
+    found = huggingface._read(Checkpoint(tmp_path / "model"), row, (1,), part)
+    whole = np.asarray(functools.reduce(lambda tree, key: tree[key], row.path, params))
+    np.testing.assert_array_equal(found, whole[(1, *(slice(*span) for span in part))])
 
 
 def test_missing_and_left_over_tensors_are_listed(folder):
