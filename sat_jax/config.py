@@ -21,7 +21,7 @@ from sat_jax.losses import LossConfig
 from sat_jax.losses.advantages import AdvantageKind
 from sat_jax.model import ModelConfig
 from sat_jax.records import nearest
-from sat_jax.rollout.engine import SamplingParams
+from sat_jax.rollout.engine import MAX_SUPPORT, SamplingParams
 from sat_jax.rollout.schedule import Schedule, batchwise, fixed_delay, free_running, synchronous
 
 
@@ -40,6 +40,8 @@ class PolicyConfig:
     """Matmul type of the learner. Master weights, logits and everything after them are float32."""
     remat: Literal["none", "dots", "full"] = "none"
     """What a layer keeps for the backward pass: everything, matmul outputs, or only its input (least memory)."""
+    scan_layers: bool = True
+    """Compile one layer and loop over it; False unrolls the learner's layers, which compiles longer."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,11 @@ class LearnerConfig:
     routing_replay: bool = True
     """R3 (40): the learner's mixture of experts uses the expert sets recorded at rollout. Ignored for dense
     policies."""
+    support_replay: bool = True
+    """Top-p replay (50): the learner's log-probs are over the tokens that each one was drawn from, as the engine
+    recorded them. Where sampling truncates it needs a ``sampling.top_k`` of at most 1024, which ``top_p`` and ``min_p``
+    narrow further; elsewhere there is nothing to replay. False is for comparison: ratios are then off by the mass
+    outside."""
     log_delta: bool = False
     """Also recompute each batch under the weights that sampled it, and report ``async/delta_pi`` and
     ``async/delta_impl``, the two halves of d (2). Keeps up to ``max_staleness + 1`` versions of the weights."""
@@ -126,8 +133,41 @@ class LearnerConfig:
     """Weight of the load-balancing loss; the paper uses none."""
     router_z_loss_coef: float = 0.0
     """Weight of the router z-loss."""
+    packing: bool = False
+    """Put several sequences into a row. Saves the work on padding where lengths differ; results are those of one
+    sequence a row, up to rounding."""
     head_chunk: int = 1024
-    """Token positions per chunk of the vocabulary head."""
+    """Tokens per chunk of the vocabulary head: ``head_chunk`` times the vocabulary, in float32, are in memory."""
+    attention_block: int = 1024
+    """Queries whose attention scores are in memory at once."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """How learner and engine are spread over the devices of this process; all 1: on the first device alone.
+
+    The product must be the number of devices.
+    """
+
+    data: int = 1
+    """Rows are dealt out; every device holds the whole policy."""
+    fsdp: int = 1
+    """Rows are dealt out, and parameters and optimizer state too: gathered layer by layer in the learner, once a
+    version in the engine."""
+    tensor: int = 1
+    """Attention heads, MLP columns and the vocabulary are split: for layers that are too large for one device."""
+    expert: int = 1
+    """Experts are split; outside of the mixture layers the axis deals out rows."""
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return self.data * self.fsdp * self.tensor * self.expert
+
+    @property
+    def row_ways(self) -> int:
+        """Into how many parts the rows of a batch are dealt."""
+        return self.data * self.fsdp * self.expert
 
 
 @dataclass(frozen=True)
@@ -189,6 +229,7 @@ class ExperimentConfig:
     loss: LossConfig = field(default_factory=lambda: losses.method("sat-gspo"))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     warm_start: WarmStartConfig | None = None
     """None: RL starts from the policy as it is."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -212,6 +253,12 @@ def check(config: ExperimentConfig) -> None:
         ("rollout.engine_slots", rollout.engine_slots),
         ("rollout.update_weights_interval", rollout.update_weights_interval),
         ("learner.micro_batches", learner.micro_batches),
+        ("learner.head_chunk", learner.head_chunk),
+        ("learner.attention_block", learner.attention_block),
+        ("mesh.data", config.mesh.data),
+        ("mesh.fsdp", config.mesh.fsdp),
+        ("mesh.tensor", config.mesh.tensor),
+        ("mesh.expert", config.mesh.expert),
         ("sampling.max_new_tokens", config.sampling.max_new_tokens),
         ("evaluation.k", config.evaluation.k),
         ("evaluation.problems", config.evaluation.problems),
@@ -239,11 +286,19 @@ def check(config: ExperimentConfig) -> None:
             f"learner.micro_batches = {learner.micro_batches} does not divide the {rows} rows of a batch "
             f"({rollout.prompts_per_step} prompts x {rollout.n_samples_per_prompt} samples): choose a divisor"
         )
-    if config.sampling.truncates:
+    # Packing makes its own number of rows, padded to what the mesh needs.
+    if rows // learner.micro_batches % config.mesh.row_ways and not learner.packing:
+        raise ValueError(
+            f"the mesh deals rows {config.mesh.row_ways} ways (data {config.mesh.data} x fsdp {config.mesh.fsdp} x "
+            f"expert {config.mesh.expert}), which does not divide the {rows // learner.micro_batches} rows of a "
+            "micro-batch: choose other rollout.prompts_per_step or learner.micro_batches, or a smaller mesh"
+        )
+    if replays_support(config) and not 1 <= config.sampling.top_k <= MAX_SUPPORT:
         raise ValueError(
             f"sampling: top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}, min_p = "
-            f"{config.sampling.min_p}: a truncated support is not replayed by the learner, so every ratio would be off "
-            "by the lost mass; train with top_p 1, top_k 0, min_p 0 (evaluation may truncate)"
+            f"{config.sampling.min_p}: the learner replays the tokens that each one was drawn from, and their number "
+            f"needs a bound: set sampling.top_k to 1 .. {MAX_SUPPORT} (top_p and min_p narrow it further), or train "
+            "with top_p 1, top_k 0, min_p 0 (evaluation may truncate as it likes)"
         )
     if config.sampling.temperature <= 0:
         raise ValueError(
@@ -252,6 +307,11 @@ def check(config: ExperimentConfig) -> None:
         )
     if not 0 <= config.optimizer.lr < math.inf:
         raise ValueError(f"optimizer.lr = {config.optimizer.lr}: must be finite and not negative")
+
+
+def replays_support(config: ExperimentConfig) -> bool:
+    """Whether the engine records what every token was drawn from, and the learner's log-probs are over that (50)."""
+    return config.sampling.truncates and config.learner.support_replay
 
 
 def schedule(rollout: RolloutConfig) -> Schedule:

@@ -63,6 +63,9 @@ METRICS: dict[str, Metric] = {
     "train/valid_tokens": Metric(
         "tokens", "tokens of the batch under the loss mask; 0 means that there was no step to take"
     ),
+    "train/outside_support": Metric(
+        "share", "the learner's probability outside the replayed supports, mean of active tokens; where sampling truncates"
+    ),
     "train/update_skipped": Metric(
         "", "1 where the update was withheld: no active token, or a gradient that is not finite"
     ),
@@ -95,6 +98,7 @@ METRICS: dict[str, Metric] = {
     "rollout/tokens_per_s": Metric("tokens/s", "response tokens sampled per second of engine time"),
     "perf/step_time_s": Metric("s", "learner's own time for the step, waiting excluded"),
     "perf/tokens_per_s": Metric("tokens/s", "tokens trained on per second of step time"),
+    "perf/batch_fill": Metric("share", "tokens of the batch that are not padding"),
     "perf/rollout_wait_s": Metric("s", "time the learner waited for a batch"),
     "perf/train_wait_s": Metric("s", "time the rollout side waited for the learner"),
     "moe/router_agreement": Metric("share", "routed (token, layer) expert sets that the learner would have chosen too"),

@@ -11,18 +11,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType
 
 from sat_jax import kernels, losses, model
-from sat_jax.config import ExperimentConfig
-from sat_jax.data.batching import Routes
+from sat_jax.config import ExperimentConfig, replays_support
+from sat_jax.data.batching import Routes, Support
 from sat_jax.data.prompts import PromptReport, load_prompts
 from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.data.toy import SortTask, write_tokenizer
 from sat_jax.learner import LearnerSpec, adam, learning_rate
-from sat_jax.model import ForwardOptions, ModelConfig
+from sat_jax.model import SAMPLING_RULES, ForwardOptions, ModelConfig, Placement
 from sat_jax.rewards.functions import FAILED_VERDICTS
 from sat_jax.rewards.grader import Grader
-from sat_jax.rollout.local import LocalEngine
+from sat_jax.rollout.local import PREFILL_ROWS, LocalEngine
 from sat_jax.types import Group, Prompt, Trajectory
 
 _TOY = "toy"
@@ -37,12 +38,14 @@ class Policy:
         params: initial weights, float32.
         tokenizer: text <-> ids.
         folder: the tokenizer's files, copied into every export.
+        placement: the mesh that ``params`` lie on, or None.
     """
 
     config: ModelConfig
     params: Any
     tokenizer: Tokenizer
     folder: Path
+    placement: Placement | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +70,39 @@ class Problems:
         return max(len(p.token_ids) for p in (*self.train, *self.heldout))
 
 
-def build_policy(config: ExperimentConfig, run_dir: Path) -> Policy:
-    """The policy of ``config.policy``: read from a Hugging Face folder, or freshly initialised.
+def build_placement(config: ExperimentConfig) -> Placement | None:
+    """The mesh of ``config.mesh`` over the devices of this process; None where one device is enough.
 
     Raises:
-        ValueError, FileNotFoundError: the folder is missing, incomplete or not supported; the tokenizer does not fit.
+        ValueError: there are more or fewer devices; several processes.
+    """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"this is process {jax.process_index()} of {jax.process_count()}: training runs in one process, with all "
+            "devices of its machine; start it without jax.distributed"
+        )
+    sizes = dataclasses.asdict(config.mesh)
+    if config.mesh.size == 1:
+        return None
+    if config.mesh.size != jax.device_count():
+        kind = jax.devices()[0].platform
+        remedy = f"--xla_force_host_platform_device_count={config.mesh.size} in XLA_FLAGS makes so many of a CPU"
+        raise ValueError(
+            f"mesh {' x '.join(f'{axis} {size}' for axis, size in sizes.items())} = {config.mesh.size} devices, and "
+            f"this process has {jax.device_count()} ({kind}): choose sizes whose product is {jax.device_count()}"
+            + (f"; {remedy}" if kind == "cpu" else "")
+        )
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return Placement(mesh)
+
+
+def build_policy(config: ExperimentConfig, run_dir: Path, placement: Placement | None = None) -> Policy:
+    """The policy of ``config.policy``: read from a Hugging Face folder, or freshly initialised, on the mesh if there is
+    one.
+
+    Raises:
+        ValueError, FileNotFoundError: the folder is missing, incomplete or not supported; the tokenizer does not fit;
+            the mesh does not divide the model.
     """
     source = config.policy
     if source.path:
@@ -94,12 +125,13 @@ def build_policy(config: ExperimentConfig, run_dir: Path) -> Policy:
             f"{tokenizer_folder} names no end-of-sequence token: set eos_token in tokenizer_config.json or "
             "eos_token_id in generation_config.json, or every response runs into its budget"
         )
+    where = None if placement is None else model.param_shardings(model_config, placement.mesh)
     params = (
-        model.load_params(source.path, model_config, "float32")
+        model.load_params(source.path, model_config, "float32", where)
         if source.path
-        else model.init_params(jax.random.key(config.seed), model_config, "float32")
+        else model.init_params(jax.random.key(config.seed), model_config, "float32", where)
     )
-    return Policy(model_config, params, tokenizer, tokenizer_folder)
+    return Policy(model_config, params, tokenizer, tokenizer_folder, placement)
 
 
 def build_problems(config: ExperimentConfig, tokenizer: Tokenizer) -> Problems:
@@ -147,13 +179,14 @@ def context_length(config: ExperimentConfig, policy: ModelConfig, longest_prompt
     return longest
 
 
-def build_learner(config: ExperimentConfig, policy: ModelConfig) -> LearnerSpec:
+def build_learner(config: ExperimentConfig, policy: ModelConfig, placement: Placement | None = None) -> LearnerSpec:
     """The static description of every learner step of the run."""
     o, learner = config.optimizer, config.learner
     schedule = learning_rate(o.lr, o.warmup_steps, o.decay_steps)
+    spread = () if placement is None else (placement.mesh, placement.mesh_axes("batch"))
     return LearnerSpec(
         model=policy,
-        loss=kernels.make_loss(config.loss),
+        loss=kernels.make_loss(config.loss, *spread),
         optimizer=adam(schedule, o.b1, o.b2, o.eps, o.weight_decay, o.max_grad_norm),
         schedule=schedule,
         temperature=config.sampling.temperature,
@@ -161,27 +194,47 @@ def build_learner(config: ExperimentConfig, policy: ModelConfig) -> LearnerSpec:
         routing_replay=learner.routing_replay and bool(policy.moe_layers),
         router_aux_loss_coef=learner.router_aux_loss_coef,
         router_z_loss_coef=learner.router_z_loss_coef,
+        packed=learner.packing,
         head_chunk=learner.head_chunk,
         forward=ForwardOptions(
             compute_dtype=None if config.policy.compute_dtype == "float32" else config.policy.compute_dtype,
             remat=config.policy.remat,
+            scan_layers=config.policy.scan_layers,
+            attention_block=learner.attention_block,
+            placement=placement,
         ),
     )
 
 
-def build_engine(config: ExperimentConfig, policy: Policy, params: Any, version: int, max_len: int) -> LocalEngine:
-    """An in-process engine that samples with ``params`` as ``version``."""
+def build_engine(
+    config: ExperimentConfig, policy: Policy, params: Any, version: int, max_len: int, support: Support | None = None
+) -> LocalEngine:
+    """An in-process engine that samples with a copy of ``params`` as ``version``, where they are: on one device, or on
+    their mesh. With ``support`` it records what every token was drawn from.
+
+    On a mesh its rows, slots and KV cache are dealt out like the learner's rows. Its copy of the weights is cut by
+    ``tensor`` and ``expert`` only: gathering them over ``fsdp`` for every token would be all that it does.
+    """
     rollout = config.rollout
     rows = rollout.prompts_per_step * rollout.n_samples_per_prompt
+    placement = None if policy.placement is None else Placement(policy.placement.mesh, SAMPLING_RULES)
+    ways = 1 if placement is None else placement.ways("batch")
+
+    def dealt(n: int) -> int:
+        return -(-n // ways) * ways
+
     return LocalEngine(
         policy.config,
         params,
         policy.tokenizer,
         version=version,
-        n_slots=min(rollout.engine_slots, rows),
+        n_slots=dealt(min(rollout.engine_slots, rows)),
         max_len=max_len,
         dtype=rollout.engine_dtype,
+        prefill_rows=dealt(PREFILL_ROWS),
         selection_noise=rollout.selection_noise,
+        options=ForwardOptions(placement=placement),
+        support=0 if support is None else support.size,
     )
 
 
@@ -220,6 +273,13 @@ def recorded_routes(policy: ModelConfig) -> Routes | None:
     if not policy.moe_layers:
         return None
     return Routes(len(policy.moe_layers), policy.num_experts_per_tok, policy.num_experts)
+
+
+def recorded_support(config: ExperimentConfig, policy: ModelConfig) -> Support | None:
+    """What recorded supports must look like in this run; None where there is nothing to replay."""
+    if not replays_support(config):
+        return None
+    return Support(min(config.sampling.top_k, policy.vocab_size), policy.vocab_size)
 
 
 def demonstrations(task: SortTask, seed: int, step: int, n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,20 +16,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sat_jax import learner, setup
+from sat_jax.batches import Batches
 from sat_jax.checkpoint import Checkpoints, restore_params, save_params
 from sat_jax.config import ExperimentConfig, WarmStartConfig, schedule
-from sat_jax.data.batching import make_batch, make_sft_batch, width_buckets
+from sat_jax.data.batching import make_sft_batch
 from sat_jax.data.pipeline import PromptStream
 from sat_jax.display import Display
 from sat_jax.evaluation import Evaluation, evaluate
-from sat_jax.host_metrics import rollout_metrics, sample_records, shown
+from sat_jax.host_metrics import rollout_metrics, sample_records
 from sat_jax.learner import LearnerSpec
 from sat_jax.metrics import MetricsWriter
 from sat_jax.process import StopRequest, locked, remove, stop_on_signal, write_config
+from sat_jax.programs import Programs
 from sat_jax.report import write_report
 from sat_jax.rollout.engine import Engine, SamplingParams
 from sat_jax.rollout.ledger import Ledger, read_ledger
@@ -67,10 +68,11 @@ class Trainer:
         with ExitStack() as stack:
             try:
                 # Nothing in the folder is touched before everything that can be wrong has been looked at.
-                policy = setup.build_policy(self.config, self.run_dir)
+                placement = setup.build_placement(self.config)
+                policy = setup.build_policy(self.config, self.run_dir, placement)
                 problems = setup.build_problems(self.config, policy.tokenizer)
                 context = setup.context_length(self.config, policy.config, problems.longest_prompt)
-                spec = setup.build_learner(self.config, policy.config)
+                programs = Programs(setup.build_learner(self.config, policy.config, placement))
                 if self.config.warm_start is not None and problems.task is None:
                     raise ValueError(
                         f"warm_start needs demonstrations and {self.config.data.source} has none: use a configuration "
@@ -80,7 +82,7 @@ class Trainer:
                 stack.enter_context(locked(self.run_dir))
                 checkpoints = Checkpoints(self.run_dir / "checkpoints")
                 stack.callback(checkpoints.close)
-                restored = self._restore(checkpoints, spec, policy.params, stream) if self._resume else None
+                restored = self._restore(checkpoints, programs, stream) if self._resume else None
             except (ValueError, OSError):
                 if fresh:
                     remove(self.run_dir)
@@ -93,9 +95,21 @@ class Trainer:
             )
             if self._resume and restored is None:
                 display.message("no checkpoint yet: starting over")
+            if placement is None and jax.device_count() > 1:
+                display.message(f"using one of {jax.device_count()} devices: --mesh.data or --mesh.fsdp takes all")
             stop = stack.enter_context(stop_on_signal())
             run = _Run(
-                self.config, self.run_dir, policy, problems, spec, context, stream, checkpoints, writer, display, stop
+                self.config,
+                self.run_dir,
+                policy,
+                problems,
+                programs,
+                context,
+                stream,
+                checkpoints,
+                writer,
+                display,
+                stop,
             )
             finished = run.go(restored)
             final, kept = run.version, checkpoints.latest_step() is not None
@@ -109,9 +123,7 @@ class Trainer:
         print(f"report: {self.run_dir / 'report.html'}")
         return 0
 
-    def _restore(
-        self, checkpoints: Checkpoints, spec: LearnerSpec, params: Any, stream: PromptStream
-    ) -> _Restored | None:
+    def _restore(self, checkpoints: Checkpoints, programs: Programs, stream: PromptStream) -> _Restored | None:
         """The newest checkpoint, checked against this configuration; None where there is none yet."""
         step = checkpoints.latest_step()
         if step is None:
@@ -120,7 +132,7 @@ class Trainer:
             raise ValueError(
                 f"{self.run_dir} is at step {step} already, steps = {self.config.steps} lies behind it: raise --steps"
             )
-        restored = _Restored(*checkpoints.restore(step, learner.init_state(spec, params)))
+        restored = _Restored(*checkpoints.restore(step, programs.abstract_state()))
         stream.set_state(restored.host["stream"] | {"position": restored.host["queue"]["cursor"]})
         return restored
 
@@ -142,7 +154,7 @@ class _Run:
         run_dir: Path,
         policy: setup.Policy,
         problems: setup.Problems,
-        spec: LearnerSpec,
+        programs: Programs,
         context: int,
         stream: PromptStream,
         checkpoints: Checkpoints,
@@ -150,35 +162,25 @@ class _Run:
         display: Display,
         stop: StopRequest,
     ) -> None:
-        self.config, self.run_dir, self.policy, self.problems, self.spec = config, run_dir, policy, problems, spec
+        self.config, self.run_dir, self.policy, self.problems = config, run_dir, policy, problems
+        self.programs, self.batches = programs, Batches(config, policy, programs, context)
         self.context, self.stream, self.checkpoints = context, stream, checkpoints
         self.writer, self.display, self.stop = writer, display, stop
         self.version = 0
-        self.widths = width_buckets(context)
-        self.routes = setup.recorded_routes(policy.config)
-        self.train_step = jax.jit(partial(learner.train_step, spec), donate_argnums=0)
-        # Passes under other weights than the learner's route natively: the replayed sets belong to the policy in
-        # training.
-        native = dataclasses.replace(spec, routing_replay=False)
-        self.score_native = jax.jit(partial(learner.score, native))
-        self.score_replayed = jax.jit(partial(learner.score, dataclasses.replace(spec, micro_batches=1)))
-        self.score_sampler = jax.jit(partial(learner.score, spec))
-        self.reference: Any = None
-        self.sampler_weights: dict[int, Any] = {}
-        self.wants_sampler = config.learner.log_delta or "rollout_policy_log_probs" in config.loss.needs()
 
     # ------------------------------------------------------------------ the run
 
     def go(self, restored: _Restored | None) -> bool:
         """From warm start, or from a checkpoint, to the end; False where it was asked to stop."""
         if restored is None:
-            state = learner.init_state(self.spec, self.policy.params)
-            trained = self._warm_start(state.params)
-            if trained is None:
+            params = self._warm_start(self.policy.params)
+            if params is None:
                 return False
-            state = learner.init_state(self.spec, trained)
+            state = self.programs.init_state(params)
         else:
             state = restored.state
+            for leaf in jax.tree.leaves(self.policy.params):  # the checkpoint's take their place
+                leaf.delete()
         self.version = int(state.step)
         if self.config.loss.kl_loss_coef > 0:
             self._set_reference(state.params, fresh=restored is None)
@@ -192,12 +194,14 @@ class _Run:
             stack.callback(evaluator.close)
             if restored is None and not self._evaluate(evaluator, grader, state):
                 return False
-            engine = setup.build_engine(self.config, self.policy, state.params, self.version, self.context)
+            engine = setup.build_engine(
+                self.config, self.policy, state.params, self.version, self.context, self.batches.support
+            )
             stack.callback(engine.close)
             queue, worker = self._rollout_side(engine, grade, restored)
             stack.callback(queue.close)
             stack.callback(worker.stop)
-            self._keep_sampler_weights(state.params)
+            self.batches.keep(state.params, self.version)
             worker.start()
             return self._loop(state, queue, worker, evaluator, grader)
 
@@ -219,8 +223,8 @@ class _Run:
                 self.display.message(f"the prompts ran out at step {self.version}")
                 break
             waited = time.perf_counter() - began
-            batch, sample_log_probs = self._batch(groups, state.params)
-            state, device_metrics = self.train_step(state, batch)
+            batch, sample_log_probs = self.batches.make(groups, state.params)
+            state, device_metrics = self.programs.train_step(state, batch)
             metrics = {key: float(value) for key, value in jax.device_get(device_metrics).items()}
             took = time.perf_counter() - began - waited
             before, self.version = self.version, self.version + 1
@@ -232,7 +236,7 @@ class _Run:
             if last or evaluation_due or checkpoint_due or not config.rollout.overlap:
                 worker.settle(self.version)
             waited += time.perf_counter() - settled
-            metrics |= self._delta_metrics(batch) | rollout_metrics(groups, before)
+            metrics |= self.batches.delta_metrics(batch) | rollout_metrics(groups, before)
             now = worker.clock()
             metrics |= self._clock_metrics(batch, queue, waited, took, {k: now[k] - clock[k] for k in now})
             clock = now
@@ -250,7 +254,7 @@ class _Run:
             if checkpoint_due or last or self.stop.requested:
                 self._checkpoint(state, queue)
             if not last:
-                self._keep_sampler_weights(state.params)
+                self.batches.keep(state.params, self.version)
                 worker.publish(state.params, self.version)
         if self.stop.requested:
             self._checkpoint(state, queue)
@@ -263,14 +267,16 @@ class _Run:
         warm, task = self.config.warm_start, self.problems.task
         if warm is None or task is None:
             return params
-        spec = _supervised_spec(self.spec, warm)
-        step = jax.jit(partial(learner.supervised_step, spec), donate_argnums=0)
-        state = learner.init_state(spec, copy_params(params))
+        programs = Programs(_supervised_spec(self.programs.spec, warm))
+        state = programs.init_state(params)
         for i in range(warm.steps):
             if self.stop.requested:
                 return None
             prompts, targets = setup.demonstrations(task, self.config.seed, i, warm.batch_size)
-            state, metrics = step(state, make_sft_batch(list(prompts), list(targets), widths=self.widths))
+            batch = make_sft_batch(
+                list(prompts), list(targets), widths=self.batches.widths, rows_multiple=programs.row_ways
+            )
+            state, metrics = programs.supervised_step(state, programs.place(batch))
             if i % 20 == 0 or i == warm.steps - 1:
                 self.display.phase(f"warm start, step {i + 1} of {warm.steps}, loss {float(metrics['sft/loss']):.3f}")
         return state.params
@@ -279,10 +285,10 @@ class _Run:
         """The frozen reference policy: the weights that RL starts from, kept on disk for a resumed run."""
         folder = self.run_dir / "reference"
         if fresh:
-            self.reference = copy_params(params)
-            save_params(folder, self.reference)
+            self.batches.reference = copy_params(params)
+            save_params(folder, self.batches.reference)
         else:
-            self.reference = restore_params(folder, params)
+            self.batches.reference = restore_params(folder, params)
 
     def _rollout_side(
         self,
@@ -321,77 +327,19 @@ class _Run:
 
     # ------------------------------------------------------------------ inside the loop
 
-    def _batch(self, groups: Sequence[Group], params: Any) -> tuple[Batch, list[np.ndarray]]:
-        """The learner's batch of ``groups``, and the learner's log-probs of the responses that are shown."""
-        rows = self.config.rollout.prompts_per_step * self.config.rollout.n_samples_per_prompt
-        batch = make_batch(
-            groups, widths=self.widths, rows=rows, routes=self.routes, pad_id=self.policy.tokenizer.pad_id
-        )
-        updates: dict[str, Any] = {}
-        if self.reference is not None:
-            updates["reference_log_probs"] = self.score_native(self.reference, batch).log_probs
-        if self.wants_sampler:
-            updates["rollout_policy_log_probs"] = self._sampler_log_probs(batch)
-        if self.config.learner.log_delta or "proximal_log_probs" in self.config.loss.needs():
-            updates["proximal_log_probs"] = self.score_sampler(params, batch).log_probs
-        log_probs = self._shown_log_probs(groups, batch, params)
-        return batch.replace(**updates), log_probs  # type: ignore[attr-defined]  # flax.struct adds replace at run time
-
-    def _shown_log_probs(self, groups: Sequence[Group], batch: Batch, params: Any) -> list[np.ndarray]:
-        """Learner log-probs over the response tokens of the first ``samples_per_step`` groups' shown members."""
-        count = min(self.config.samples_per_step, len(groups))
-        if not count:
-            return []
-        G = self.config.rollout.n_samples_per_prompt
-        rows = np.arange(count) * G
-        part = jax.tree.map(lambda x: x[rows], batch)
-        scores = np.asarray(self.score_replayed(params, part).log_probs)
-        return [
-            scores[i, len(t.prompt_ids) : len(t.prompt_ids) + len(t.response_ids)]
-            for i, t in enumerate(shown(group) for group in groups[:count])
-        ]
-
-    def _keep_sampler_weights(self, params: Any) -> None:
-        """Weights of versions that batches in the queue may still have been sampled with, where the loss asks for
-        them."""
-        if not self.wants_sampler:
-            return
-        oldest = self.version - self.config.rollout.max_staleness
-        self.sampler_weights = {v: p for v, p in self.sampler_weights.items() if v >= oldest}
-        self.sampler_weights[self.version] = copy_params(params)
-
-    def _sampler_log_probs(self, batch: Batch) -> jax.Array:
-        """The learner's recomputation at the weights that sampled each token (``rollout_policy_log_probs``)."""
-        versions, mask = np.asarray(batch.policy_versions), np.asarray(batch.loss_mask)
-        total = jnp.zeros(versions.shape, jnp.float32)
-        for version in np.unique(versions[mask]).tolist():
-            scores = self.score_sampler(self.sampler_weights[version], batch).log_probs
-            total = jnp.where(mask & (versions == version), scores, total)
-        return total
-
-    def _delta_metrics(self, batch: Batch) -> dict[str, float]:
-        """The two halves of d (2): ``mean |log pi_j - log pi_l|`` and ``mean |log pi_l - log mu|`` over active
-        tokens."""
-        if not self.config.learner.log_delta:
-            return {}
-        mask = np.asarray(batch.loss_mask)
-        sampler, now = np.asarray(batch.rollout_policy_log_probs), np.asarray(batch.proximal_log_probs)
-        return {
-            "async/delta_pi": float(np.mean(np.abs(now - sampler)[mask])),
-            "async/delta_impl": float(np.mean(np.abs(sampler - np.asarray(batch.behavior_log_probs))[mask])),
-        }
-
     def _clock_metrics(
         self, batch: Batch, queue: GroupQueue, waited: float, took: float, clock: dict[str, float]
     ) -> dict[str, float]:
         counts = queue.counts()
+        tokens = float(np.sum(np.asarray(batch.segment_ids) > 0))
         # While nothing is sampled (the last batches are waiting already) there is no rate to report.
         sampled = {"rollout/tokens_per_s": clock["tokens"] / clock["engine_s"]} if clock["tokens"] > 0 else {}
         return sampled | {
             "async/queue_groups": counts["ready"],
             "async/dropped_stale": counts["stale"],
             "perf/step_time_s": took,
-            "perf/tokens_per_s": float(np.sum(np.asarray(batch.segment_ids) > 0)) / took,
+            "perf/tokens_per_s": tokens / took,
+            "perf/batch_fill": tokens / batch.segment_ids.size,
             "perf/rollout_wait_s": waited,
             "perf/train_wait_s": clock["wait_s"],
         }
@@ -420,7 +368,7 @@ class _Run:
 
     def _checkpoint(self, state: TrainState, queue: GroupQueue) -> None:
         counters, groups = queue.snapshot()
-        if self.wants_sampler:  # their sampling weights are not kept: they are generated again
+        if self.batches.keeps_sampler:  # their sampling weights are not kept: they are generated again
             counters["in_flight"] = sorted(counters["in_flight"] + counters["held"])
             counters["held"], groups = [], []
         self.checkpoints.save(state, {"queue": counters, "stream": self.stream.get_state()}, groups)

@@ -108,7 +108,7 @@ class KernelLoss(Loss):
         return jax.shard_map(f, mesh=self.mesh, in_specs=(spec,), out_specs=spec, check_vma=False)(operands)
 
     def _interpret(self) -> Any:
-        return jax.default_backend() == "cpu" if self.interpret is None else self.interpret
+        return _platform(self.mesh) == "cpu" if self.interpret is None else self.interpret
 
 
 def make_loss(
@@ -131,4 +131,9 @@ def make_loss(
 
 def _wins(config: LossConfig, mesh: Mesh | None) -> bool:
     fits = config.unit == "token" and all(rule.elementwise() for _, rule in config.active(Rule))
-    return fits and jax.default_backend() == "tpu" and (mesh is not None or jax.device_count() == 1)
+    return fits and _platform(mesh) == "tpu" and (mesh is not None or jax.device_count() == 1)
+
+
+def _platform(mesh: Mesh | None) -> str:
+    """Of the devices that will run it: those of the mesh need not be this process's own (ahead-of-time compilation)."""
+    return jax.default_backend() if mesh is None else str(mesh.devices.flat[0].platform)

@@ -6,7 +6,7 @@ from sat_jax.model.huggingface import load_params, save_hf
 from sat_jax.model.moe import RouterOutput, load_balancing_loss, router_z_loss
 from sat_jax.model.parameters import Parameter, Params, abstract_params, init_params, parameter_count, parameter_table
 from sat_jax.model.routing import RouteLayout, validate_routes
-from sat_jax.model.sharding import MESH_AXES, Placement, check_mesh, param_shardings
+from sat_jax.model.sharding import MESH_AXES, SAMPLING_RULES, Placement, cache_sharding, check_mesh, param_shardings
 from sat_jax.model.transformer import (
     ExtendOutput,
     ForwardOptions,
@@ -21,6 +21,7 @@ from sat_jax.model.transformer import (
 
 __all__ = [
     "MESH_AXES",
+    "SAMPLING_RULES",
     "ExtendOutput",
     "ForwardOptions",
     "ForwardOutput",
@@ -35,6 +36,7 @@ __all__ = [
     "TokenLogProbs",
     "abstract_params",
     "cache_bytes",
+    "cache_sharding",
     "check_mesh",
     "config_from_hf",
     "config_to_hf",

@@ -26,6 +26,8 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("expert_mlp", ("tensor",)),
     # unsharded: layers, head_dim, length, router (a [D, E] matrix), and the width of activations
 )
+SAMPLING_RULES = tuple((axis, () if axis == "embed" else mesh_axes) for axis, mesh_axes in RULES)
+"""For an engine: parameters are whole over ``fsdp``, or every token would gather them."""
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 
 
@@ -59,6 +61,11 @@ class Placement:
         return math.prod(self.mesh.shape[a] for a in self.mesh_axes(logical))
 
 
+def cache_sharding(placement: Placement) -> NamedSharding:
+    """Where a KV cache ``[n, S, KV, M, h]`` lies: slots are dealt out like rows."""
+    return placement.sharding((None, "batch", "kv_heads", None, None))
+
+
 def constrain(x: jax.Array, axes: tuple[str | None, ...], placement: Placement | None) -> jax.Array:
     """``x``, pinned to where ``axes`` says it lies; unchanged without a placement."""
     if placement is None:
@@ -89,12 +96,12 @@ def check_mesh(cfg: ModelConfig, mesh: Mesh) -> None:
                     )
 
 
-def param_shardings(cfg: ModelConfig, mesh: Mesh) -> Params:
-    """A tree of ``NamedSharding``, one a parameter.
+def param_shardings(cfg: ModelConfig, mesh: Mesh, rules: tuple[tuple[str, tuple[str, ...]], ...] = RULES) -> Params:
+    """A tree of ``NamedSharding``, one a parameter, by ``rules``.
 
     Raises:
         ValueError: a mesh axis does not divide a dimension (both are named).
     """
     check_mesh(cfg, mesh)
-    placement = Placement(mesh)
+    placement = Placement(mesh, rules)
     return unflatten({p.path: placement.sharding(p.axes) for p in parameter_table(cfg)})

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sat_jax import model
-from sat_jax.rollout.engine import Request
+from sat_jax.rollout.engine import MAX_SUPPORT, Request
 from sat_jax.rollout.local_programs import Decoded, EngineShape, programs_for
 from sat_jax.rollout.local_records import Records
 from sat_jax.types import FinishReason, Trajectory
@@ -26,6 +26,9 @@ KVOnSwap = Literal["keep", "recompute"]
 _UNROLLED_LAYERS, _SMALL_POLICY = 8, 1_000_000
 """Up to this depth, and from this many parameters on, layers are unrolled: about 1.15 times the tokens per second of a
 9 M-parameter policy on a CPU, for a second of compilation. Policies that fit into a cache gain nothing."""
+
+PREFILL_ROWS = 32
+"""Prompts prefilled side by side."""
 
 PrefillRoutes = tuple[jax.Array, np.ndarray, np.ndarray, np.ndarray]
 """Routes int16 [W, C, L, K] of one prefill dispatch, with slots, start and n_valid, each [W]."""
@@ -69,13 +72,17 @@ class LocalEngine:
             nothing had happened, or recomputed with the new weights. Recorded experts stay those that produced the
             recorded log-probs.
         selection_noise: see ``EngineShape``; 0 in every honest run.
-        options: of the forward pass; its placement is the mesh that the engine samples on.
+        options: of the forward pass; its placement is the mesh that the engine samples on, and its rules cut the copy
+            of the weights: they need not be those of ``params``.
+        support: record the tokens that every sampled one was drawn from, at most so many; every request then has a
+            temperature above 0 and a ``top_k`` from 1 to this. 0: nothing is recorded.
         device: where the engine samples, if not on a mesh and not where ``params`` are: rollout and learner overlap
         only
             on devices of their own. New weights are brought over.
 
     Raises:
-        ValueError: sizes below 1, a context longer than the model's, a device and a mesh.
+        ValueError: sizes below 1, a context longer than the model's, a support beyond ``MAX_SUPPORT`` or the
+            vocabulary, a device and a mesh.
     """
 
     def __init__(
@@ -90,16 +97,22 @@ class LocalEngine:
         eos_ids: Sequence[int] | None = None,
         dtype: str = "float32",
         decode_steps: int = 8,
-        prefill_rows: int = 32,
+        prefill_rows: int = PREFILL_ROWS,
         prefill_chunks: Sequence[int] = (16, 128),
         kv_on_swap: KVOnSwap = "keep",
         selection_noise: float = 0.0,
         options: model.ForwardOptions | None = None,
+        support: int = 0,
         device: jax.Device | None = None,
     ) -> None:
         for name, value in (("n_slots", n_slots), ("max_len", max_len), ("decode_steps", decode_steps)):
             if value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
+        if not 0 <= support <= min(MAX_SUPPORT, cfg.vocab_size):
+            raise ValueError(
+                f"support = {support}: must lie in 0 .. {min(MAX_SUPPORT, cfg.vocab_size)}, the smaller one of "
+                f"{MAX_SUPPORT} and the vocabulary; 0 records nothing"
+            )
         if device is not None and options is not None and options.placement is not None:
             raise ValueError(f"device = {device} and a mesh: the engine samples on one or the other, leave one out")
         declared = (tokenizer.eos_ids if tokenizer is not None else ()) or cfg.eos_token_id
@@ -114,10 +127,12 @@ class LocalEngine:
             selection_noise=selection_noise if cfg.moe_layers else 0.0,
             split_layers=cfg.num_hidden_layers <= _UNROLLED_LAYERS and model.parameter_count(cfg) > _SMALL_POLICY,
             options=options or model.ForwardOptions(),
+            support=support,
         )
         self._programs = programs_for(self._shape)
         self._tokenizer, self._dtype, self._kv_on_swap, self._device = tokenizer, dtype, kv_on_swap, device
-        self._cache = model.init_cache(cfg, n_slots, max_len, dtype, self._shape.options.placement)
+        placement, split = self._shape.options.placement, self._shape.split_layers
+        self._cache = model.init_cache(cfg, n_slots, max_len, dtype, placement, per_layer=split)
         if device is not None:
             self._cache = jax.device_put(self._cache, device)
         self._layout = jax.tree.map(jnp.shape, params)
@@ -204,7 +219,7 @@ class LocalEngine:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of tokens, log-probs, versions and routes of the responses in flight, on the host."""
+        """Bytes of tokens, log-probs, versions, routes and supports of the responses in flight, on the host."""
         return self._records.nbytes
 
     def warm_up(self) -> None:
@@ -272,6 +287,12 @@ class LocalEngine:
             )
         if request.params.stop and self._tokenizer is None:
             raise ValueError(f"request {request.request_id}: stop strings need an engine with a tokenizer")
+        params, most = request.params, self._shape.support
+        if most and not (1 <= min(params.top_k, self._shape.cfg.vocab_size) <= most and params.temperature > 0):
+            raise ValueError(
+                f"request {request.request_id}: top_k = {params.top_k}, temperature = {params.temperature}: this "
+                f"engine records supports and needs top_k in 1 .. {most} and a temperature above 0"
+            )
 
     def _prefill(self, prompts: Sequence[tuple[int, np.ndarray]]) -> list[PrefillRoutes]:
         """Fills slots with the keys and values of token ids; returns the routes, still on the device."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from sat_jax import model
-from sat_jax.rollout.sampling import RowParams, sample
+from sat_jax.rollout.sampling import RowParams, sample, sample_recorded, uniforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class EngineShape:
             are those of the unperturbed logits. A laboratory stand-in for kernels that route differently.
         split_layers: weights layer by layer rather than stacked: faster decoding, longer compilation.
         options: of the forward pass.
+        support: most tokens of a recorded support; 0: none is recorded.
     """
 
     cfg: model.ModelConfig
@@ -47,6 +48,7 @@ class EngineShape:
     selection_noise: float
     split_layers: bool
     options: model.ForwardOptions
+    support: int = 0
 
 
 @struct.dataclass
@@ -80,6 +82,7 @@ class Decoded:
         tokens: int32 [N, S]; a slot's first ``emitted`` entries count.
         log_probs: float32 [N, S].
         routes: int16 [N, S, L, K] of the tokens that were *fed*, or None for dense models.
+        support: int32 [N, S, shape.support], or None where none is recorded.
         emitted: int32 [S].
         active: bool [S]; the slots that go on.
     """
@@ -87,6 +90,7 @@ class Decoded:
     tokens: jax.Array
     log_probs: jax.Array
     routes: jax.Array | None
+    support: jax.Array | None
     emitted: jax.Array
     active: jax.Array
 
@@ -99,16 +103,22 @@ class Programs:
 
     def __init__(self, shape: EngineShape) -> None:
         self.compilations: Counter[str] = Counter()
+        placement = shape.options.placement
+        # The cache goes in and out the same way, or the second call would be another program; the rest is for the host.
+        cache = None if placement is None else model.cache_sharding(placement)
+        places = None if placement is None else (cache, placement.sharding(()))
         self.decode: Callable[..., tuple[model.KVCache, Decoded]] = jax.jit(
-            self._counted("decode", functools.partial(_decode, shape)), donate_argnums=1
+            self._counted("decode", functools.partial(_decode, shape)), donate_argnums=1, out_shardings=places
         )
         self.prefill: Callable[..., tuple[model.KVCache, jax.Array | None]] = jax.jit(
-            self._counted("prefill", functools.partial(_prefill, shape)), donate_argnums=1
+            self._counted("prefill", functools.partial(_prefill, shape)), donate_argnums=1, out_shardings=places
         )
         self.own: Callable[[model.Params, str], model.Params] = jax.jit(
             functools.partial(_own, shape), static_argnums=1
         )
-        self.copy_slots: Callable[..., model.KVCache] = jax.jit(self._counted("copy", _copy_slots), donate_argnums=0)
+        self.copy_slots: Callable[..., model.KVCache] = jax.jit(
+            self._counted("copy", _copy_slots), donate_argnums=0, out_shardings=cache
+        )
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*args: Any) -> Any:
@@ -128,6 +138,10 @@ def programs_for(shape: EngineShape) -> Programs:
 def _own(shape: EngineShape, params: model.Params, dtype: str) -> model.Params:
     """A copy: the learner donates, and so deletes, what it publishes."""
     copies = jax.tree.map(lambda x: jnp.copy(x).astype(dtype), params)
+    placement = shape.options.placement
+    if placement is not None:
+        where = model.param_shardings(shape.cfg, placement.mesh, placement.rules)
+        copies = jax.lax.with_sharding_constraint(copies, where)
     return model.split_layers(copies, shape.cfg) if shape.split_layers else copies
 
 
@@ -171,10 +185,12 @@ def _decode(
     cfg, N, S = shape.cfg, shape.decode_steps, shape.slots
     sparse = len(cfg.moe_layers)
     eos = jnp.array(shape.eos_ids, jnp.int32)
+    uniform = uniforms(slots.rows.seed, slots.generated + jnp.arange(N)[:, None])
     start = Decoded(
         tokens=jnp.zeros((N, S), jnp.int32),
         log_probs=jnp.zeros((N, S), jnp.float32),
         routes=jnp.zeros((N, S, sparse, cfg.num_experts_per_tok), jnp.int16) if sparse else None,
+        support=jnp.zeros((N, S, shape.support), jnp.int32) if shape.support else None,
         emitted=jnp.zeros(S, jnp.int32),
         active=slots.active,
     )
@@ -190,7 +206,12 @@ def _decode(
         valid = done.active.astype(jnp.int32)
         out = model.extend(params, cfg, cache, token[:, None], position, valid, None, shape.options, **noise)
         logits = model.logits(params, cfg, out.hidden[:, 0])
-        token, log_prob = sample(logits, slots.rows, slots.generated + i)
+        if done.support is None:
+            token, log_prob = sample(logits, slots.rows, uniform[i])
+            drawn_from = None
+        else:
+            token, log_prob, support = sample_recorded(logits, slots.rows, uniform[i], shape.support)
+            drawn_from = done.support.at[i].set(support)
         fed = None if out.routed_experts is None else out.routed_experts[:, 0].astype(jnp.int16)
         stopped = jnp.any(token[:, None] == eos, axis=-1) & ~slots.ignore_eos
         ended = stopped | (slots.generated + i + 1 >= slots.budget)
@@ -198,6 +219,7 @@ def _decode(
             tokens=done.tokens.at[i].set(token),
             log_probs=done.log_probs.at[i].set(log_prob),
             routes=None if done.routes is None or fed is None else done.routes.at[i].set(fed),
+            support=drawn_from,
             emitted=done.emitted + valid,
             active=done.active & ~ended,
         )

@@ -18,6 +18,8 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": NOUNS | {"losses"},
     "model": NOUNS,
     "learner": NOUNS | {"losses", "kernels", "model"},
+    "programs": NOUNS | {"model", "learner"},
+    "aot": NOUNS | {"model", "learner", "programs"},
     "checkpoint": NOUNS,
     "data": NOUNS,
     "rewards": NOUNS,
@@ -36,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
 SHELL = {
     "process",
     "trainer",
+    "batches",
     "setup",
     "host_metrics",
     "cli",
