@@ -93,7 +93,7 @@ def restore_params(folder: Path, like: Any) -> Any:
 
 
 _TOKEN_FIELDS = {"response_ids": np.int32, "log_probs": np.float32, "policy_versions": np.int32}
-_DTYPES = {**_TOKEN_FIELDS, "prompt_ids": np.int32, "routed_experts": np.int32}
+_DTYPES = {**_TOKEN_FIELDS, "prompt_ids": np.int32, "routed_experts": np.int32, "support": np.int32}
 
 
 def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
@@ -108,12 +108,15 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str
                 flat[name].append(np.asarray(getattr(t, name), dtype))
             if t.routed_experts is not None:
                 flat["routed_experts"].append(np.asarray(t.routed_experts, np.int32).reshape(-1))
+            if t.support is not None:
+                flat["support"].append(np.asarray(t.support, np.int32).reshape(-1))
             members.append(
                 {
                     "sample_index": t.sample_index,
                     "request_id": t.request_id,
                     "tokens": len(t.response_ids),
                     "routes": None if t.routed_experts is None else list(t.routed_experts.shape),
+                    "support": None if t.support is None else t.support.shape[1],
                     "finish_reason": t.finish_reason,
                     "text": t.text,
                     "reward": t.reward,
@@ -162,6 +165,8 @@ def unpack_groups(record: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]
             tokens = {name: take(name, m["tokens"]) for name in _TOKEN_FIELDS}
             shape = m["routes"]
             routes = None if shape is None else take("routed_experts", int(np.prod(shape))).reshape(shape)
+            width = m.get("support")  # absent in checkpoints older than the record
+            support = None if width is None else take("support", m["tokens"] * width).reshape(m["tokens"], width)
             members.append(
                 Trajectory(
                     prompt_id=prompt.prompt_id,
@@ -173,6 +178,7 @@ def unpack_groups(record: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]
                     reward=m["reward"],
                     reward_info=m["reward_info"],
                     request_id=m["request_id"],
+                    support=support,
                     **tokens,
                 )
             )

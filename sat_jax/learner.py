@@ -84,6 +84,7 @@ class _Routing(NamedTuple):
 class _Pass(NamedTuple):
     log_probs: jax.Array
     entropy: jax.Array | None
+    outside: jax.Array | None  # probability outside the replayed support; None where there is none
     routing: _Routing | None  # None for a dense policy
 
 
@@ -169,10 +170,12 @@ def train_step(spec: LearnerSpec, state: TrainState, batch: Batch) -> tuple[Trai
     chex.assert_equal_shape([batch.tokens, batch.segment_ids, batch.positions, batch.loss_mask, batch.policy_versions])
 
     whole = _whole_batch if spec.micro_batches == 1 else _accumulate
-    gradient, rows, summary, routing = whole(spec, state.params, batch)
+    gradient, rows, summary, outside, routing = whole(spec, state.params, batch)
     metrics = dict(spec.loss.metrics(rows, summary))
     metrics["train/loss"] = metrics["train/loss"] + _router_penalty(spec, routing)
     metrics |= _staleness(state.step, batch) | _routing_metrics(routing)
+    if outside is not None:
+        metrics["train/outside_support"] = masked_mean(outside, batch.loss_mask)
     metrics["train/grad_norm"] = grad_norm = optax.tree.norm(gradient)
     metrics["train/lr"] = jnp.asarray(spec.schedule(state.step), jnp.float32)
     metrics["train/valid_tokens"] = valid = jnp.sum(batch.loss_mask)
@@ -199,7 +202,11 @@ def supervised_step(spec: LearnerSpec, state: TrainState, batch: Batch) -> tuple
 def _forward(
     spec: LearnerSpec, params: Any, batch: Batch, temperature: float | None = None, whole: _Routing | None = None
 ) -> _Pass:
-    """One pass over a batch, or over a part of the batch whose router statistics are ``whole``."""
+    """One pass over a batch, or over a part of the batch whose router statistics are ``whole``.
+
+    Without a ``temperature`` of its own it is over what the tokens were sampled from: the spec's temperature and the
+    recorded supports (50), so that every ratio and KL compares distributions over the same tokens.
+    """
     out = model.forward(
         params,
         spec.model,
@@ -218,9 +225,10 @@ def _forward(
         chunk_size=spec.head_chunk,
         placement=spec.forward.placement,
         active=batch.loss_mask,  # losses, metrics and readable samples look at nothing else
+        support=batch.support if temperature is None else None,
     )
     routing = None if out.router is None else _routing(spec, out.router, batch, whole)
-    return _Pass(head.log_probs, head.entropy, routing)
+    return _Pass(head.log_probs, head.entropy, head.outside, routing)
 
 
 def _routing(spec: LearnerSpec, router: RouterOutput, batch: Batch, whole: _Routing | None) -> _Routing:
@@ -274,21 +282,25 @@ def _inputs(spec: LearnerSpec, batch: Batch, out: _Pass, scored: jax.Array | Non
     )
 
 
-def _whole_batch(spec: LearnerSpec, params: Any, batch: Batch) -> tuple[Any, LossRows, LossSummary, _Routing | None]:
-    """Gradient, loss rows, summary and router statistics from one forward and one backward pass."""
+_Whole = tuple[Any, LossRows, LossSummary, jax.Array | None, _Routing | None]
+"""Gradient, loss rows, summary, probability outside the support and router statistics of a batch."""
 
-    def loss_fn(params: Any) -> tuple[jax.Array, tuple[LossRows, LossSummary, _Routing | None]]:
+
+def _whole_batch(spec: LearnerSpec, params: Any, batch: Batch) -> _Whole:
+    """From one forward and one backward pass."""
+
+    def loss_fn(params: Any) -> tuple[jax.Array, tuple[LossRows, LossSummary, jax.Array | None, _Routing | None]]:
         out = _forward(spec, params, batch)
         inputs = _inputs(spec, batch, out)
         summary = spec.loss.summarize(inputs)
         rows = spec.loss.rows(inputs, summary)
-        return jnp.sum(rows.loss) + _router_penalty(spec, out.routing), (rows, summary, out.routing)
+        return jnp.sum(rows.loss) + _router_penalty(spec, out.routing), (rows, summary, out.outside, out.routing)
 
-    gradient, (rows, summary, routing) = jax.grad(loss_fn, has_aux=True)(params)
-    return gradient, rows, summary, routing
+    gradient, aux = jax.grad(loss_fn, has_aux=True)(params)
+    return gradient, *aux
 
 
-def _accumulate(spec: LearnerSpec, params: Any, batch: Batch) -> tuple[Any, LossRows, LossSummary, _Routing | None]:
+def _accumulate(spec: LearnerSpec, params: Any, batch: Batch) -> _Whole:
     """The same, one micro-batch in memory at a time, after a scoring pass that fixes what they must agree on."""
     scores = _score(spec, params, batch)
     summary = spec.loss.summarize(_inputs(spec, batch, scores, scores.log_probs))
@@ -305,15 +317,15 @@ def _accumulate(spec: LearnerSpec, params: Any, batch: Batch) -> tuple[Any, Loss
     zeros = jax.tree.map(jnp.zeros_like, params)
     xs = (_split(batch, spec.micro_batches), _split(scores.log_probs, spec.micro_batches))
     gradient, (rows, routing) = jax.lax.scan(body, zeros, xs)
-    return gradient, _join(rows), summary, jax.tree.map(lambda x: jnp.sum(x, axis=0), routing)
+    return gradient, _join(rows), summary, scores.outside, jax.tree.map(lambda x: jnp.sum(x, axis=0), routing)
 
 
 def _score(spec: LearnerSpec, params: Any, batch: Batch) -> _Pass:
     if spec.micro_batches == 1:
         return _forward(spec, params, batch)
     out = jax.lax.map(lambda part: _forward(spec, params, part), _split(batch, spec.micro_batches))
-    log_probs, entropy = _join((out.log_probs, out.entropy))
-    return _Pass(log_probs, entropy, jax.tree.map(lambda x: jnp.sum(x, axis=0), out.routing))
+    log_probs, entropy, outside = _join((out.log_probs, out.entropy, out.outside))
+    return _Pass(log_probs, entropy, outside, jax.tree.map(lambda x: jnp.sum(x, axis=0), out.routing))
 
 
 def _split(tree: Any, parts: int) -> Any:

@@ -64,7 +64,7 @@ METRICS: dict[str, Metric] = {
         "tokens", "tokens of the batch under the loss mask; 0 means that there was no step to take"
     ),
     "train/outside_support": Metric(
-        "share", "the learner's probability outside the replayed supports, mean of active tokens; where sampling truncates"
+        "share", "learner's probability outside the replayed supports, mean of active tokens; where sampling truncates"
     ),
     "train/update_skipped": Metric(
         "", "1 where the update was withheld: no active token, or a gradient that is not finite"

@@ -29,6 +29,9 @@ FinishReason = Literal["stop", "length", "abort"]
 NATIVE_ROUTE = -1
 """In ``routed_experts``: this token has no recorded experts and routes by the learner's own top-k."""
 
+NO_TOKEN = -1
+"""In ``support``: no token here. A position with nothing else was drawn from the whole vocabulary."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
@@ -70,6 +73,8 @@ class Trajectory:
         reward: None until graded.
         reward_info: what the grader said beside the number (``verdict``, ``parsed`` ...).
         request_id: the request that it answers, as the engine was given it: one problem may be in flight twice.
+        support: int [R, S]: the tokens that each of ``response_ids`` was drawn from, itself among them, in any order,
+            ``NO_TOKEN`` behind them; None where sampling does not truncate.
     """
 
     prompt_id: str
@@ -84,6 +89,7 @@ class Trajectory:
     reward: float | None = None
     reward_info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     request_id: str = ""
+    support: np.ndarray | None = None
 
     @property
     def truncated(self) -> bool:
@@ -133,6 +139,8 @@ class Batch:
         advantages: float32 [B, T].
         policy_versions: int32 [B, T]; version that sampled the token. Anything under a False mask.
         routed_experts: int32 [B, T, L, K] with ``NATIVE_ROUTE`` where unknown, or None (no replay).
+        support: int32 [B, T, S]: the tokens that ``tokens`` was drawn from, filled up with ``NO_TOKEN``; nothing else
+            where it was not sampled. None: sampling does not truncate.
         reference_log_probs: float32 [B, T] or None; frozen reference policy, for the KL term.
         rollout_policy_log_probs: float32 [B, T] or None; the learner's recomputation at the weights that sampled.
         proximal_log_probs: float32 [B, T] or None; the learner's recomputation at the start of the step.
@@ -146,6 +154,7 @@ class Batch:
     advantages: jax.Array
     policy_versions: jax.Array
     routed_experts: jax.Array | None = None
+    support: jax.Array | None = None
     reference_log_probs: jax.Array | None = None
     rollout_policy_log_probs: jax.Array | None = None
     proximal_log_probs: jax.Array | None = None

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sat_jax.types import NATIVE_ROUTE, Batch, Group, Trajectory
+from sat_jax.types import NATIVE_ROUTE, NO_TOKEN, Batch, Group, Trajectory
 
 _ROUNDING = 1e-4
 """How far above 0 an engine's rounding may put a log-prob."""
@@ -35,6 +35,19 @@ class Routes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Support:
+    """What recorded supports must look like.
+
+    Attributes:
+        size: most tokens S of one.
+        vocab_size: V.
+    """
+
+    size: int
+    vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True)
 class _Row:
     """One sequence, ready to be laid down: arrays over its own tokens only."""
 
@@ -45,6 +58,7 @@ class _Row:
     advantage: float
     versions: np.ndarray
     routes: np.ndarray | None
+    support: np.ndarray | None
 
 
 _Place = tuple[int, int, int]
@@ -67,6 +81,7 @@ def make_batch(
     rows: int | None = None,
     rows_multiple: int = 1,
     routes: Routes | None = None,
+    support: Support | None = None,
     packing: bool = False,
     pad_id: int = 0,
 ) -> Batch:
@@ -78,13 +93,17 @@ def make_batch(
         rows: B; by default as many as needed. Surplus rows are padding: segment 0, nothing in ``loss_mask``.
         rows_multiple: B is rounded up to a multiple of this: micro-batches times data-parallel devices.
         routes: lay down recorded experts, checked against this; None leaves ``routed_experts`` out.
+        support: lay down the supports that tokens were drawn from, checked against this; None: sampling does not
+            truncate.
         packing: put several sequences into a row, each into the first row with room; else one a row.
         pad_id: token under padding.
 
     Raises:
         ValueError: a trajectory whose arrays disagree with its tokens, an empty response, log-probs that are not finite
             or positive, advantages that are missing or not finite, recorded experts that are missing, out of range,
-            partly filled or doubled, a sequence longer than the largest width, more rows than ``rows``.
+            partly filled or doubled, supports that are missing where they are wanted or there where they are not, out
+            of range, doubled or without the sampled token, a sequence longer than the largest width, more rows than
+            ``rows``.
     """
     prepared = []
     for group in groups:
@@ -94,8 +113,8 @@ def make_batch(
                 f"{len(group.trajectories)} trajectories: compute one advantage per trajectory before batching"
             )
         for trajectory, advantage in zip(group.trajectories, group.advantages, strict=True):
-            prepared.append(_prepare(trajectory, float(advantage), routes))
-    return _assemble(prepared, widths, rows, rows_multiple, routes, packing, pad_id)
+            prepared.append(_prepare(trajectory, float(advantage), routes, support))
+    return _assemble(prepared, widths, rows, rows_multiple, routes, support, packing, pad_id)
 
 
 def make_sft_batch(
@@ -129,11 +148,11 @@ def make_sft_batch(
             )
         zeros = np.zeros(len(target), np.float32)
         tokens = np.concatenate([prompt, target])
-        prepared.append(_Row(f"example {i}", tokens, len(prompt), zeros, 1.0, zeros.astype(np.int32), None))
-    return _assemble(prepared, widths, rows, rows_multiple, None, packing, pad_id)
+        prepared.append(_Row(f"example {i}", tokens, len(prompt), zeros, 1.0, zeros.astype(np.int32), None, None))
+    return _assemble(prepared, widths, rows, rows_multiple, None, None, packing, pad_id)
 
 
-def _prepare(t: Trajectory, advantage: float, routes: Routes | None) -> _Row:
+def _prepare(t: Trajectory, advantage: float, routes: Routes | None, support: Support | None) -> _Row:
     name = f"sample {t.sample_index} of prompt {t.prompt_id}"
     n_prompt, n = len(t.prompt_ids), len(t.response_ids)
     if n_prompt == 0 or n == 0:
@@ -154,8 +173,14 @@ def _prepare(t: Trajectory, advantage: float, routes: Routes | None) -> _Row:
     if not np.isfinite(advantage):
         raise ValueError(f"{name} has advantage {advantage}: it must be finite; was its group graded?")
     recorded = None if routes is None else _recorded_routes(t, name, routes)
+    if support is None and t.support is not None:
+        raise ValueError(
+            f"{name} was drawn from recorded supports, which this learner does not replay: its ratios would be off by "
+            "the mass outside them; replay them, or sample with top_p 1, top_k 0, min_p 0"
+        )
+    drawn_from = None if support is None else check_support(t, name, support)
     tokens = np.concatenate([t.prompt_ids, t.response_ids])
-    return _Row(name, tokens, n_prompt, t.log_probs, advantage, t.policy_versions, recorded)
+    return _Row(name, tokens, n_prompt, t.log_probs, advantage, t.policy_versions, recorded, drawn_from)
 
 
 def _recorded_routes(t: Trajectory, name: str, routes: Routes) -> np.ndarray:
@@ -181,6 +206,50 @@ def _recorded_routes(t: Trajectory, name: str, routes: Routes) -> np.ndarray:
             f"{name} has no recorded expert in layer {int(np.argmax(silent))}: this engine does not report that layer "
             "(a fused kernel?); switch routing replay off, or that kernel"
         )
+    return recorded
+
+
+def check_support(t: Trajectory, name: str, support: Support) -> np.ndarray:
+    """``t.support``, int [R, S'] with S' at most ``support.size``, once every row is a set of tokens that the sampled
+    one belongs to. ``name`` is the sample's, for the errors.
+
+    Raises:
+        ValueError: no record at all; another number of rows, more columns; an id outside the vocabulary, a token
+            twice, a row without the sampled token.
+    """
+    n = len(t.response_ids)
+    if t.support is None:
+        raise ValueError(
+            f"{name} comes without the supports that its tokens were drawn from: sampling truncates, and replaying "
+            "that needs an engine that reports them; sample with top_p 1, top_k 0, min_p 0 otherwise"
+        )
+    recorded = np.asarray(t.support)
+    if recorded.ndim != 2 or not np.issubdtype(recorded.dtype, np.integer) or len(recorded) != n:
+        raise ValueError(
+            f"{name} has {n} response tokens but supports {recorded.dtype}{list(recorded.shape)}: integers "
+            f"[{n}, at most {support.size}] are needed, one row a sampled token"
+        )
+    if recorded.shape[1] > support.size and (recorded[:, support.size :] != NO_TOKEN).any():
+        raise ValueError(
+            f"{name} has supports of {recorded.shape[1]} tokens, more than sampling.top_k = {support.size}: it was "
+            "sampled with other settings"
+        )
+    recorded = recorded[:, : support.size]
+    ordered = np.sort(recorded, axis=1)
+    problems = {
+        f"names an id outside 0..{support.vocab_size - 1}": (ordered[:, :1] < NO_TOKEN)
+        | (ordered[:, -1:] >= support.vocab_size),
+        "names a token twice": (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_TOKEN),
+        "lacks the sampled token": ~(recorded == t.response_ids[:, None]).any(1, keepdims=True),
+    }
+    for problem, where in problems.items():
+        if where.any():
+            i = int(np.argmax(where.any(1)))
+            kept = recorded[i][recorded[i] != NO_TOKEN].tolist()
+            raise ValueError(
+                f"{name}, response token {i} (id {t.response_ids[i]}): its support {kept} {problem}; the engine's "
+                "record belongs to another token or model; never replay it"
+            )
     return recorded
 
 
@@ -218,6 +287,7 @@ def _assemble(
     rows: int | None,
     rows_multiple: int,
     routes: Routes | None,
+    support: Support | None,
     packing: bool,
     pad_id: int,
 ) -> Batch:
@@ -249,6 +319,8 @@ def _assemble(
     }
     if routes is not None:
         arrays["routed_experts"] = np.full((*shape, routes.n_layers, routes.top_k), NATIVE_ROUTE, np.int32)
+    if support is not None:
+        arrays["support"] = np.full((*shape, support.size), NO_TOKEN, np.int32)
     for row, (b, start, segment) in zip(prepared, places, strict=True):
         whole = slice(start, start + len(row.tokens))
         response = slice(start + row.n_prompt, whole.stop)
@@ -261,6 +333,8 @@ def _assemble(
         arrays["policy_versions"][b, response] = row.versions
         if routes is not None:
             arrays["routed_experts"][b, start : whole.stop - 1] = row.routes
+        if row.support is not None:
+            arrays["support"][b, response, : row.support.shape[1]] = row.support
     if routes is not None:
         _check_expert_sets(arrays["routed_experts"], prepared, places, routes)
     return Batch(**arrays)

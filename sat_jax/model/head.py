@@ -16,6 +16,10 @@ from flax import struct
 from sat_jax.model.config import ModelConfig
 from sat_jax.model.parameters import Params
 from sat_jax.model.sharding import Placement, constrain
+from sat_jax.types import NO_TOKEN
+
+HEAD_COLUMNS = "head_columns"
+"""Key of the head as ``[D, V]``, in parameters made for decoding (``split_layers``)."""
 
 
 @struct.dataclass
@@ -25,10 +29,13 @@ class TokenLogProbs:
     Attributes:
         log_probs: entry ``t`` is ``log p(tokens[t] | tokens[<t])`` at the temperature asked for; entry 0 is 0.
         entropy: of the distribution that ``tokens[t]`` was drawn from; entry 0 is 0. None where not asked for.
+        outside: probability of the tokens outside the support, before they are taken out; no gradient. None without a
+            support.
     """
 
     log_probs: jax.Array
     entropy: jax.Array | None
+    outside: jax.Array | None = None
 
 
 def head_matrix(params: Params, cfg: ModelConfig) -> jax.Array:
@@ -39,6 +46,8 @@ def head_matrix(params: Params, cfg: ModelConfig) -> jax.Array:
 
 def logits(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
     """Float32 ``[..., V]`` of ``hidden [..., D]``, accumulated in float32. For single positions: decoding, looking."""
+    if HEAD_COLUMNS in params:
+        return jnp.einsum("...d,dv->...v", hidden, params[HEAD_COLUMNS], preferred_element_type=jnp.float32)
     return _project(hidden, head_matrix(params, cfg))
 
 
@@ -52,6 +61,7 @@ def token_log_probs(
     with_entropy: bool = True,
     placement: Placement | None = None,
     active: jax.Array | None = None,
+    support: jax.Array | None = None,
 ) -> TokenLogProbs:
     """Log-probability of every token given those before it, differentiable in ``params`` and ``hidden``.
 
@@ -71,6 +81,8 @@ def token_log_probs(
         placement: mesh and rules, or None; then the head is gathered over ``fsdp`` once and not in every chunk.
         active: bool ``[B, T]``, aligned with ``tokens``: the entries that are wanted. The others are 0, pass no
             gradient and cost nothing, whatever their hidden states hold. None: all of them.
+        support: int ``[B, T, S]``, aligned with ``tokens``: where it names tokens, all other logits are -inf, eq. (50);
+            where it is ``NO_TOKEN`` throughout, the whole vocabulary counts. None: everywhere.
 
     Raises:
         ValueError: rows that the mesh of ``placement`` does not divide.
@@ -88,15 +100,16 @@ def token_log_probs(
     def grouped(x: jax.Array) -> jax.Array:
         return x.reshape(groups, B // groups * T, *x.shape[2:])
 
-    log_probs, entropy = _chunked(
+    log_probs, entropy, outside = _chunked(
         grouped(hidden),
         matrix,
-        grouped(tokens),
+        _Targets(grouped(tokens), None if support is None else grouped(support)),
         jax.lax.stop_gradient(jnp.float32(temperature)),
         _plan(grouped(wanted), chunks, width),
         _Static(width, chunks if active is None else None, with_entropy, placement),
     )
-    return TokenLogProbs(log_probs.reshape(B, T), entropy.reshape(B, T) if entropy is not None else None)
+    entropy, outside = (None if x is None else x.reshape(B, T) for x in (entropy, outside))
+    return TokenLogProbs(log_probs.reshape(B, T), entropy, outside)
 
 
 def _project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
@@ -108,6 +121,21 @@ def _project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
 # The rows that one device holds (all of them without a mesh) are one group of N = rows * T positions, in which the
 # wanted positions come first and are walked through in chunks: padding and prompts cost nothing, one long row makes
 # nobody wait, and no position leaves the device where a mesh has put it. G groups side by side.
+
+
+class _Targets(NamedTuple):
+    """What the log-probs are of: tokens int32 [G, N], and the support int32 [G, N, S] that each was drawn from."""
+
+    tokens: jax.Array
+    support: jax.Array | None
+
+
+class _Outputs(NamedTuple):
+    """As in ``TokenLogProbs``, ``[G, N]``."""
+
+    log_probs: jax.Array
+    entropy: jax.Array | None
+    outside: jax.Array | None
 
 
 class _Plan(NamedTuple):
@@ -159,13 +187,37 @@ _take = jax.vmap(lambda x, index: x.at[index].get(mode="promise_in_bounds"))
 """``x [G, N, ...]``, ``index [G, C]`` -> ``[G, C, ...]``."""
 
 
-def _chunk(i: jax.Array, hidden: jax.Array, tokens: jax.Array, plan: _Plan, width: int) -> tuple[jax.Array, ...]:
-    """Chunk ``i``: positions ``[G, width]``, and of all groups, one behind the other, the hidden states before them
-    ``[G * width, D]`` (0 where nothing is wanted) and their tokens ``[G * width]``."""
+class _Chunk(NamedTuple):
+    """One chunk of all groups, one behind the other: positions ``[G, width]``; ``[G * width, ...]``: hidden states
+    before them (0 where nothing is wanted), tokens and supports."""
+
+    at: jax.Array
+    before: jax.Array
+    token: jax.Array
+    support: jax.Array | None
+
+
+def _chunk(i: jax.Array, hidden: jax.Array, targets: _Targets, plan: _Plan, width: int) -> _Chunk:
     at = jax.lax.dynamic_slice_in_dim(plan.order, i * width, width, axis=1)
     filled = i * width + jnp.arange(width) < plan.total[:, None]
     before = jnp.where(filled[..., None], _take(hidden, jnp.maximum(at - 1, 0)), 0)
-    return at, before.reshape(-1, before.shape[-1]), _take(tokens, at).reshape(-1)
+    token, support = jax.tree.map(lambda x: _take(x, at).reshape(at.size, *x.shape[2:]), targets)
+    return _Chunk(at, before.reshape(at.size, -1), token, support)
+
+
+_NEVER = -1e30
+"""A logit for -inf: its probability is exactly 0, and 0 times it is 0."""
+
+
+def _narrowed(scaled: jax.Array, support: jax.Array) -> jax.Array:
+    """``scaled [C, V]`` outside of ``support [C, S]`` set to ``_NEVER``, in rows that have one."""
+
+    def members(ids: jax.Array) -> jax.Array:
+        beyond = jnp.where(ids == NO_TOKEN, scaled.shape[1], ids)  # out of bounds: dropped
+        return jnp.zeros(scaled.shape[1], bool).at[beyond].set(True, mode="drop")
+
+    everything = jnp.all(support == NO_TOKEN, axis=-1, keepdims=True)
+    return jnp.where(jax.vmap(members)(support) | everything, scaled, _NEVER)
 
 
 def _put_back(plan: _Plan, x: jax.Array) -> jax.Array:
@@ -175,52 +227,60 @@ def _put_back(plan: _Plan, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _chunked(
-    hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, temperature: jax.Array, plan: _Plan, static: _Static
-) -> tuple[jax.Array, jax.Array | None]:
-    """``hidden [G, N, D]``, ``tokens [G, N]`` -> log-probs and entropies ``[G, N]``."""
-    outputs, _ = _chunked_forward(hidden, matrix, tokens, temperature, plan, static)
+    hidden: jax.Array, matrix: jax.Array, targets: _Targets, temperature: jax.Array, plan: _Plan, static: _Static
+) -> _Outputs:
+    """``hidden [G, N, D]``, ``matrix [V, D]`` -> everything about the wanted positions."""
+    outputs, _ = _chunked_forward(hidden, matrix, targets, temperature, plan, static)
     return outputs
 
 
 def _chunked_forward(
-    hidden: jax.Array, matrix: jax.Array, tokens: jax.Array, temperature: jax.Array, plan: _Plan, static: _Static
-) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
+    hidden: jax.Array, matrix: jax.Array, targets: _Targets, temperature: jax.Array, plan: _Plan, static: _Static
+) -> tuple[_Outputs, Any]:
     def chunk(i: jax.Array, made: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        at, before, index = _chunk(i, hidden, tokens, plan, static.width)
-        scaled = _project(before, matrix) / temperature
-        log_z = jax.nn.logsumexp(scaled, axis=-1)
-        new = {"log_z": log_z, "log_probs": jnp.take_along_axis(scaled, index[:, None], axis=-1)[:, 0] - log_z}
+        at, before, token, support = _chunk(i, hidden, targets, plan, static.width)
+        scaled, new = _project(before, matrix) / temperature, {}
+        if support is not None:
+            everything = jax.nn.logsumexp(scaled, axis=-1)
+            scaled = _narrowed(scaled, support)
+        new["log_z"] = log_z = jax.nn.logsumexp(scaled, axis=-1)
+        if support is not None:
+            new["outside"] = jnp.maximum(-jnp.expm1(log_z - everything), 0)
+        new["log_probs"] = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - log_z
         if static.with_entropy:
             log_p = scaled - log_z[:, None]  # summing p log p cancels less than log_z - sum p z
             new["entropy"] = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * static.width, axis=1)
         return {name: put(made[name], value.reshape(at.shape)) for name, value in new.items()}
 
-    names = ("log_z", "log_probs", "entropy") if static.with_entropy else ("log_z", "log_probs")
+    wanted = {"log_z": True, "log_probs": True, "entropy": static.with_entropy, "outside": targets.support is not None}
     empty = constrain(jnp.zeros(plan.order.shape, jnp.float32), ("batch", None), static.placement)
-    made = jax.lax.fori_loop(0, _trips(plan, static), chunk, dict.fromkeys(names, empty))
-    entropy = made.get("entropy")
-    outputs = _put_back(plan, made["log_probs"]), None if entropy is None else _put_back(plan, entropy)
-    return outputs, (hidden, matrix, tokens, temperature, plan, entropy, made["log_z"])
+    made = {name: empty for name, is_wanted in wanted.items() if is_wanted}
+    made = jax.lax.fori_loop(0, _trips(plan, static), chunk, made)
+    back = {name: _put_back(plan, x) for name, x in made.items() if name != "log_z"}
+    outputs = _Outputs(back["log_probs"], back.get("entropy"), back.get("outside"))
+    return outputs, (hidden, matrix, targets, temperature, plan, made.get("entropy"), made["log_z"])
 
 
-def _chunked_backward(static: _Static, saved: Any, g: tuple[jax.Array, jax.Array | None]) -> tuple[Any, ...]:
-    hidden, matrix, tokens, temperature, plan, entropy, log_z = saved
-    g_log_probs, g_entropy = (None if x is None else jnp.where(plan.wanted, x, 0) for x in g)
+def _chunked_backward(static: _Static, saved: Any, g: _Outputs) -> tuple[Any, ...]:
+    hidden, matrix, targets, temperature, plan, entropy, log_z = saved
+    g_log_probs = jnp.where(plan.wanted, g.log_probs, 0)
+    g_entropy = None if g.entropy is None else jnp.where(plan.wanted, g.entropy, 0)
     weight = matrix.astype(hidden.dtype)
     (G, _, D), width = hidden.shape, static.width
 
     def chunk(i: jax.Array, grown: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         d_matrix, d_before = grown
-        at, before, index = _chunk(i, hidden, tokens, plan, width)
+        at, before, token, support = _chunk(i, hidden, targets, plan, width)
 
         def here(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, i * width, width, axis=1).reshape(-1, 1)
 
         g_log_prob = _take(g_log_probs, at).reshape(-1, 1)
-        log_p = _project(before, matrix) / temperature - here(log_z)
+        scaled = _project(before, matrix) / temperature
+        log_p = (scaled if support is None else _narrowed(scaled, support)) - here(log_z)
         p = jnp.exp(log_p)
-        one_hot = index[:, None] == jnp.arange(log_p.shape[-1])
+        one_hot = token[:, None] == jnp.arange(log_p.shape[-1])
         # d log p_target / d z = 1[target] - p;   d H / d z = -p (log p + H)
         d_scaled = jnp.where(one_hot, g_log_prob, 0) - p * g_log_prob
         if g_entropy is not None:

@@ -10,6 +10,9 @@ from sat_jax.types import Prompt, Trajectory
 
 MAX_SEED = 2**32 - 1
 
+MAX_SUPPORT = 1024
+"""Largest ``top_k`` whose supports are recorded: 4 KiB a token in the engine, the queue and the learner's batch."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -23,7 +26,8 @@ class SamplingParams:
         temperature: logits are divided by it; 0 is greedy decoding, whose log-probs are reported at temperature 1 over
             the whole vocabulary (those of the sampled point mass would all be 0).
         top_p: the smallest set of tokens with at least this mass is kept; 1 is off.
-        top_k: the ``top_k`` most likely tokens are kept, ties with the last of them included; 0 is off.
+        top_k: the ``top_k`` most likely tokens are kept; 0 is off. Ties with the last of them are kept too, except
+            where the support is recorded: there the lower ids win, and at most ``top_k`` are kept.
         min_p: tokens less likely than ``min_p`` times the most likely one are removed; 0 is off.
         max_new_tokens: budget of response tokens, end-of-sequence included.
         stop: a response ends with the first token that completes one of these strings. The tokens stay in the response,

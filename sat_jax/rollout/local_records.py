@@ -7,7 +7,7 @@ import numpy as np
 from sat_jax.rollout.engine import Request, SamplingParams
 from sat_jax.rollout.local_programs import Decoded, EngineShape, SlotState
 from sat_jax.rollout.sampling import RowParams
-from sat_jax.types import FinishReason, Trajectory
+from sat_jax.types import NO_TOKEN, FinishReason, Trajectory
 
 
 class Records:
@@ -29,6 +29,7 @@ class Records:
         self._log_probs = np.zeros((S, M), np.float32)
         self._versions = np.zeros((S, M), np.int32)
         self._routes = np.zeros((S, M, L, shape.cfg.num_experts_per_tok), np.int16) if L else None
+        self._support = np.full((S, M, shape.support), NO_TOKEN, np.int32) if shape.support else None
         self._prompt_len, self._budget = np.zeros(S, np.int32), np.zeros(S, np.int32)
         self._ignore_eos = np.zeros(S, bool)
         self._rows = RowParams.of([SamplingParams()] * S)
@@ -36,8 +37,8 @@ class Records:
     @property
     def nbytes(self) -> int:
         """Of the arrays over positions."""
-        arrays = [self.tokens, self._log_probs, self._versions] + ([] if self._routes is None else [self._routes])
-        return sum(a.nbytes for a in arrays)
+        arrays = (self.tokens, self._log_probs, self._versions, self._routes, self._support)
+        return sum(a.nbytes for a in arrays if a is not None)
 
     @property
     def free(self) -> np.ndarray:
@@ -83,6 +84,8 @@ class Records:
         self._versions[slot, fed + 1] = version
         if self._routes is not None:
             self._routes[slot, fed] = np.asarray(decoded.routes)[step, slot]
+        if self._support is not None:
+            self._support[slot, fed + 1] = np.asarray(decoded.support)[step, slot]
         self.position += emitted
         self.active &= np.asarray(decoded.active)
 
@@ -118,6 +121,7 @@ class Records:
             finish_reason=finish_reason,
             text=text,
             request_id=request.request_id,
+            support=None if self._support is None else self._support[slot, P:end].copy(),
         )
 
     def clear(self) -> None:

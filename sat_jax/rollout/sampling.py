@@ -14,6 +14,7 @@ import numpy as np
 from flax import struct
 
 from sat_jax.rollout.engine import SamplingParams
+from sat_jax.types import NO_TOKEN
 
 _FLAT_VOCABULARY = 512
 """Up to this many tokens the draw takes one cumulative sum; beyond, one over blocks and one inside the block."""
@@ -115,14 +116,28 @@ def _first_beyond(mass: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(beyond, axis=-1), jnp.argmax(beyond, axis=-1).astype(jnp.int32), last)
 
 
-def sample(logits: jax.Array, rows: RowParams, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+def uniforms(seed: jax.Array, step: jax.Array) -> jax.Array:
+    """float32 in [0, 1), in the common shape of ``seed`` (uint32) and ``step`` (int32): what each token is drawn with.
+
+    Token ``step`` of a request, counted from 0, has the key ``fold_in(fold_in(key(0), seed), step)``.
+    """
+    base = jax.random.key(0)
+
+    @jnp.vectorize
+    def one(seed: jax.Array, step: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(base, seed), step))
+
+    numbers: jax.Array = one(seed, step)
+    return numbers
+
+
+def sample(logits: jax.Array, rows: RowParams, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Samples one token a row.
 
     Args:
         logits: [S, V], any float dtype; float32 from here on.
         rows: settings [S].
-        step: int32 [S]; how many tokens the response has already. Token ``t`` of a request uses the key
-            ``fold_in(fold_in(key(0), seed), t)``.
+        uniform: float32 [S] in [0, 1), from ``uniforms``.
 
     Returns:
         tokens int32 [S] and their log-probs float32 [S], in nats, at the sampling temperature over the sampling support
@@ -130,11 +145,46 @@ def sample(logits: jax.Array, rows: RowParams, step: jax.Array) -> tuple[jax.Arr
     """
     logits = logits.astype(jnp.float32)
     log_probs = jax.nn.log_softmax(support_logits(logits, rows), axis=-1)
-    base = jax.random.key(0)
+    drawn = draw(log_probs, uniform)
+    greedy = rows.temperature <= 0
 
-    def uniform_of(seed: jax.Array, t: jax.Array) -> jax.Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(base, seed), t))
+    def most_likely() -> jax.Array:
+        return jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
 
-    drawn = draw(log_probs, jax.vmap(uniform_of)(rows.seed, step))
-    tokens = jnp.where(rows.temperature <= 0, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
+    # XLA's argmax is slow on CPUs: at V = 4096 it takes as long as an eighth of a small model's decode step.
+    tokens = jax.lax.cond(jnp.any(greedy), most_likely, lambda: drawn)
     return tokens, jnp.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
+
+
+def sample_recorded(
+    logits: jax.Array, rows: RowParams, uniform: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Samples one token a row from at most ``size`` tokens, and says which they were.
+
+    The same filters as in ``support_logits`` on the ``top_k`` most likely tokens, found without sorting the vocabulary.
+    Among tokens that tie with the ``top_k``-th, the lower ids are kept and the others are not sampled: what is recorded
+    is what was sampled from, exactly.
+
+    Args:
+        logits: [S, V], any float dtype; float32 from here on.
+        rows: settings [S]; ``temperature`` above 0, ``top_k`` from 1 to ``size`` (0 stands for ``size``).
+        uniform: float32 [S] in [0, 1), from ``uniforms``.
+        size: most tokens of a support; at most V.
+
+    Returns:
+        tokens int32 [S]; their log-probs float32 [S], in nats, at the sampling temperature over the support; supports
+        int32 [S, size], most likely first, ``NO_TOKEN`` behind them.
+    """
+    scaled = logits.astype(jnp.float32) / rows.temperature[:, None]
+    likely, ids = jax.lax.top_k(scaled, size)
+    kept = jnp.arange(size) < jnp.where(rows.top_k > 0, rows.top_k, size)[:, None]
+    probs = jax.nn.softmax(jnp.where(kept, likely, -jnp.inf), axis=-1)
+    # Everything in front of the mass; ties with the least likely one of those stay.
+    nucleus = jnp.cumsum(probs, axis=-1) - probs < rows.top_p[:, None]
+    least = jnp.min(jnp.where(kept & nucleus, likely, jnp.inf), axis=-1, keepdims=True)
+    kept &= (likely >= least) | (rows.top_p >= 1)[:, None]
+    kept &= jnp.exp(likely - likely[:, :1]) >= rows.min_p[:, None]
+    log_probs = jax.nn.log_softmax(jnp.where(kept, likely, -jnp.inf), axis=-1)
+    drawn = draw(log_probs, uniform)[:, None]
+    token, log_prob = (jnp.take_along_axis(x, drawn, axis=-1)[:, 0] for x in (ids, log_probs))
+    return token, log_prob, jnp.where(kept, ids, NO_TOKEN)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from sat_jax import learner, losses, model
-from sat_jax.types import Batch
+from sat_jax.types import NO_TOKEN, Batch
 from tests.unit.model.common import MOE, init
 from tests.unit.model.sharded_main import mesh_of
 
@@ -24,9 +24,12 @@ def batch() -> Batch:
     lengths = rng.integers(3, T + 1, B)
     routes = np.argsort(rng.random((B, T, len(MOE.moe_layers), MOE.num_experts)), -1)[..., : MOE.num_experts_per_tok]
     columns = np.arange(T)
+    tokens = rng.integers(0, MOE.vocab_size, (B, T)).astype(np.int32)
+    support = np.concatenate([tokens[..., None], rng.integers(-1, MOE.vocab_size, (B, T, 3))], axis=-1)
+    support[::4] = NO_TOKEN  # rows that were drawn from the whole vocabulary
     segments = (columns < lengths[:, None]).astype(np.int32)
     return Batch(
-        tokens=rng.integers(0, MOE.vocab_size, (B, T)).astype(np.int32),
+        tokens=tokens,
         segment_ids=segments,
         positions=np.broadcast_to(columns, (B, T)).astype(np.int32),
         loss_mask=(columns >= 2) & (segments > 0),
@@ -34,6 +37,7 @@ def batch() -> Batch:
         advantages=np.broadcast_to(rng.normal(size=(B, 1)), (B, T)).astype(np.float32),
         policy_versions=np.zeros((B, T), np.int32),
         routed_experts=routes.astype(np.int32),
+        support=support.astype(np.int32),
     )
 
 

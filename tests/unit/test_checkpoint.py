@@ -34,6 +34,7 @@ def _group(name: str, lengths: tuple[int, ...], routes: bool) -> Group:
             reward=float(i) if n else None,
             reward_info={"verdict": "correct"},
             request_id=f"{name}/{i}",
+            support=rng.integers(-1, 9, (n, 3)).astype(np.int32) if routes else None,
         )
         for i, n in enumerate(lengths)
     )
@@ -74,8 +75,10 @@ def test_a_checkpoint_gives_back_state_queue_and_counters(tmp_path: Path, routes
                 assert getattr(t, name).dtype == getattr(u, name).dtype
             if routes:
                 np.testing.assert_array_equal(t.routed_experts, u.routed_experts)
+                np.testing.assert_array_equal(t.support, u.support)
             else:
                 assert u.routed_experts is None
+                assert u.support is None
 
 
 def test_an_empty_queue_and_a_repeated_save(tmp_path: Path) -> None:

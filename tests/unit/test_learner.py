@@ -14,7 +14,7 @@ import pytest
 
 from sat_jax import learner, losses, model
 from sat_jax.learner import LearnerSpec
-from sat_jax.types import NATIVE_ROUTE, Batch
+from sat_jax.types import NATIVE_ROUTE, NO_TOKEN, Batch
 
 CONFIG = model.ModelConfig(
     model_type="qwen3_moe",
@@ -183,3 +183,44 @@ def test_schedules_warm_up_and_decay() -> None:
     assert float(learner.learning_rate(1e-6, 0, 10)(6)) == pytest.approx(4e-7)
     warm = learner.learning_rate(1e-3, 4)
     assert [float(warm(i)) for i in (0, 2, 4, 9)] == pytest.approx([0, 5e-4, 1e-3, 1e-3])
+
+
+def _with_supports(batch: Batch) -> Batch:
+    """Every response token was drawn from itself and some of the others."""
+    rng = np.random.default_rng(3)
+    support = np.where(rng.random((B, T, 6)) < 0.8, rng.integers(0, CONFIG.vocab_size, (B, T, 6)), NO_TOKEN)
+    support[..., 2] = batch.tokens
+    support[~np.asarray(batch.loss_mask)] = NO_TOKEN
+    changed: Batch = batch.replace(support=jnp.asarray(support, jnp.int32))  # type: ignore[attr-defined]
+    return changed
+
+
+def test_supports_are_replayed_by_every_pass(params: Any, batch: Batch) -> None:
+    """At the weights that sampled, over the supports that were sampled from, every ratio is 1 and no clip acts; one
+    micro-batch is four."""
+    supported = _with_supports(batch)
+    log_probs = _log_probs(_spec(), params, supported)
+    mask = np.asarray(batch.loss_mask)
+    assert (log_probs - _log_probs(_spec(), params, batch))[mask].min() > 0.05  # fewer tokens share the probability
+    same = supported.replace(behavior_log_probs=jnp.asarray(log_probs))  # type: ignore[attr-defined]
+    _, metrics = _step(_spec(), params, same)
+    assert float(metrics["train/d_bar"]) < 1e-6
+    assert 0.1 < float(metrics["train/outside_support"]) < 0.9
+    _, without = _step(_spec(), params, batch)
+    assert "train/outside_support" not in without
+    assert float(metrics["train/entropy"]) < float(without["train/entropy"]) - 0.5
+
+    one, metrics_one = _step(_spec(), params, supported)
+    four, metrics_four = _step(_spec(micro_batches=4), params, supported)
+    for name, value in metrics_one.items():
+        np.testing.assert_allclose(value, metrics_four[name], rtol=2e-4, atol=1e-5, err_msg=name)
+    chex.assert_trees_all_close(one.opt_state[0].mu, four.opt_state[0].mu, atol=1e-6, rtol=1e-4)
+
+
+def test_supervised_steps_are_over_the_whole_vocabulary(params: Any, batch: Batch) -> None:
+    spec = _spec(routing_replay=False)
+    losses_of = [
+        _jitted(learner.supervised_step, spec)(learner.init_state(spec, params), b)[1]["sft/loss"]
+        for b in (batch, _with_supports(batch))
+    ]
+    assert losses_of[0] == losses_of[1]

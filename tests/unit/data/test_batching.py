@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sat_jax.data.batching import Routes, make_batch, make_sft_batch, width_buckets
-from sat_jax.types import NATIVE_ROUTE, Group, Prompt, Trajectory
+from sat_jax.data.batching import Routes, Support, make_batch, make_sft_batch, width_buckets
+from sat_jax.types import NATIVE_ROUTE, NO_TOKEN, Group, Prompt, Trajectory
 
 ROUTES = Routes(n_layers=2, top_k=2, n_experts=4)
 FIELDS = ("tokens", "segment_ids", "positions", "loss_mask", "behavior_log_probs", "advantages", "policy_versions")
@@ -207,3 +207,64 @@ def test_sft_batch() -> None:
         make_sft_batch([np.array([5])], [np.array([8])] * 2, widths=[5])
     with pytest.raises(ValueError, match="example 0 has 1 prompt and 0 target"):
         make_sft_batch([np.array([5])], [np.array([], int)], widths=[5])
+
+
+SUPPORT = Support(size=3, vocab_size=90)
+
+
+def drawn_from(t: Trajectory, **changes: Any) -> Trajectory:
+    """``t`` with supports of one and two tokens."""
+    support = np.full((len(t.response_ids), 3), NO_TOKEN, np.int32)
+    support[:, 1] = t.response_ids
+    support[::2, 0] = (t.response_ids[::2] + 1) % 90
+    return dataclasses.replace(t, support=support, **changes)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_supports_lie_under_the_tokens_drawn_from_them(packing: bool) -> None:
+    members = [drawn_from(trajectory(2, n, i)) for i, n in enumerate((3, 5, 2))]
+    batch = make_batch([group(*members)], widths=[12], support=SUPPORT, packing=packing)
+    assert batch.support.shape == (*batch.tokens.shape, 3)
+    assert batch.support.dtype == np.int32
+    mask = np.asarray(batch.loss_mask)
+    assert (batch.support[~mask] == NO_TOKEN).all()
+    assert (batch.support == batch.tokens[..., None]).any(-1)[mask].all()
+    np.testing.assert_array_equal(batch.support[mask], np.concatenate([t.support for t in members]))
+    assert len(batch.tokens) == (2 if packing else 3)
+
+
+def test_supports_may_be_narrower_than_the_bound_and_padded_beyond_it() -> None:
+    t = drawn_from(trajectory(2, 4))
+    narrow = dataclasses.replace(t, support=t.support[:, 1:2])
+    wide = dataclasses.replace(t, support=np.pad(t.support, ((0, 0), (0, 4)), constant_values=NO_TOKEN))
+    batch = make_batch([group(narrow, wide)], widths=[6], support=SUPPORT)
+    assert (batch.support[0, 2:, 0] == t.response_ids).all()
+    assert (batch.support[0, :, 1:] == NO_TOKEN).all()
+    np.testing.assert_array_equal(batch.support[1, 2:], t.support)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda s: None, "comes without the supports that its tokens were drawn from"),
+        (lambda s: s[:-1], r"has 4 response tokens but supports int32\[3, 3\]"),
+        (lambda s: s.astype(float), r"supports float64\[4, 3\]"),
+        (lambda s: np.full_like(s, NO_TOKEN), r"response token 0 .* its support \[\] lacks the sampled token"),
+        (lambda s: np.where(np.arange(4)[:, None] == 2, 33, s), "token 2 .* names a token twice"),
+        (lambda s: np.where(np.arange(4)[:, None] == 1, s[::-1], s), r"response token 1 .* lacks the sampled token"),
+        (lambda s: np.where(s == NO_TOKEN, 90, s), "names an id outside 0..89"),
+        (lambda s: np.where(s == NO_TOKEN, -2, s), "names an id outside 0..89"),
+        (lambda s: np.hstack([s, s + 40]), r"supports of 6 tokens, more than sampling.top_k = 3"),
+    ],
+    ids=["none", "rows", "floats", "empty", "twice", "without the token", "too large", "negative", "too many"],
+)
+def test_wrong_supports_are_rejected_by_name(damage: Any, says: str) -> None:
+    t = drawn_from(trajectory(2, 4, 1, response_ids=np.array([11, 22, 33, 44], np.int32)))
+    wrong = dataclasses.replace(t, support=damage(t.support))
+    with pytest.raises(ValueError, match=f"sample 1 of prompt p7.*{says}"):
+        make_batch([group(wrong)], widths=[8], support=SUPPORT)
+
+
+def test_supports_that_nobody_replays_are_refused() -> None:
+    with pytest.raises(ValueError, match="sample 0 of prompt p7 was drawn from recorded supports"):
+        make_batch([group(drawn_from(trajectory()))], widths=[8])

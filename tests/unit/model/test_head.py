@@ -8,6 +8,9 @@ import pytest
 
 from sat_jax import model
 from sat_jax.model import head
+from sat_jax.rollout.engine import SamplingParams
+from sat_jax.rollout.sampling import RowParams, sample_recorded, uniforms
+from sat_jax.types import NO_TOKEN
 
 from .common import LLAMA, MOE
 
@@ -166,3 +169,100 @@ def test_inactive_positions_cost_no_chunk():
         model.token_log_probs({"embed": params, "head": params}, MOE, hidden, tokens, chunk_size=64, active=active)
         jax.effects_barrier()
     assert len(counted) == 1
+
+
+def supports(tokens, size=6, seed=5):
+    """The token and a few others, in any order, padded anywhere; one in four positions without a record."""
+    rng = np.random.default_rng(seed)
+    found = np.full((B, T, size), NO_TOKEN, np.int32)
+    for b, t in np.ndindex(B, T):
+        if rng.random() < 0.75:
+            others = rng.choice(V, rng.integers(0, size), replace=False)
+            ids = [int(tokens[b, t]), *(i for i in others if i != int(tokens[b, t]))]
+            found[b, t, rng.permutation(size)[: len(ids)]] = ids
+    return found
+
+
+def dense(support):
+    """``support`` as 0 and -inf over the vocabulary, [B, T, V]."""
+    mask = np.full((B, T, V), -np.inf, np.float32)
+    for b, t in np.ndindex(B, T):
+        ids = support[b, t][support[b, t] != NO_TOKEN]
+        mask[b, t, ids if len(ids) else slice(None)] = 0
+    return mask
+
+
+@pytest.mark.parametrize("chunk_size", [4, 1024])
+def test_a_support_is_a_mask_of_minus_infinity(chunk_size):
+    """Log-probs, entropy, the mass outside and the gradient of eq. (50), against jax.grad through -inf logits."""
+    params, hidden, tokens = inputs(6)
+    support = supports(tokens)
+    mask, weight = dense(support)[:, 1:], np.random.default_rng(1).normal(size=(2, B, T)).astype(np.float32)
+
+    def replayed(params, hidden):
+        found = model.token_log_probs(params, MOE, hidden, tokens, 0.7, chunk_size, support=jnp.asarray(support))
+        return jnp.sum(weight[0] * found.log_probs + weight[1] * found.entropy), found
+
+    def masked(params, hidden):
+        scaled = model.logits(params, MOE, hidden)[:, :-1] / 0.7
+        log_p = jax.nn.log_softmax(scaled + mask)
+        chosen = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
+        inside = jnp.isfinite(log_p)
+        safe = jnp.where(inside, log_p, 0)
+        entropy = -jnp.sum(jnp.where(inside, jnp.exp(safe) * safe, 0), axis=-1)
+        outside = jnp.sum(jnp.where(inside, 0, jax.nn.softmax(scaled)), axis=-1)
+        found = [jnp.pad(x, ((0, 0), (1, 0))) for x in (chosen, entropy, outside)]
+        return jnp.sum(weight[0] * found[0] + weight[1] * found[1]), head.TokenLogProbs(*found)
+
+    a = jax.jit(jax.value_and_grad(replayed, (0, 1), has_aux=True))(params, hidden)
+    b = jax.jit(jax.value_and_grad(masked, (0, 1), has_aux=True))(params, hidden)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=3e-6), a, b)
+
+
+def test_gradients_flow_through_the_support_alone():
+    params, hidden, tokens = inputs(7)
+    support = jnp.full((B, T, 3), NO_TOKEN).at[..., 0].set(tokens).at[..., 1].set((tokens + 1) % 5)
+
+    def total(params):
+        found = model.token_log_probs(params, MOE, hidden, tokens, support=support)
+        return found.log_probs.sum() + found.entropy.sum()
+
+    touched = np.asarray(jax.grad(total)(params)["head"]).any(axis=1)
+    named = np.isin(np.arange(V), np.asarray(support[:, 1:]))
+    assert touched[~named].sum() == 0
+    assert touched[named].any()
+
+
+def test_a_support_of_nothing_is_the_whole_vocabulary():
+    params, hidden, tokens = inputs(8)
+    found = model.token_log_probs(params, MOE, hidden, tokens, support=jnp.full((B, T, 2), NO_TOKEN))
+    plain = model.token_log_probs(params, MOE, hidden, tokens)
+    np.testing.assert_array_equal(found.log_probs, plain.log_probs)
+    np.testing.assert_array_equal(found.entropy, plain.entropy)
+    assert not found.outside.any()
+    assert plain.outside is None
+
+
+def test_without_a_support_the_program_is_the_one_without_the_argument():
+    params, hidden, tokens = inputs()
+    run = lambda **kw: jax.jit(lambda p, x: model.token_log_probs(p, MOE, x, tokens, **kw).log_probs)  # noqa: E731
+    assert "scatter" not in run().lower(params, hidden).as_text()
+    assert "scatter" in run(support=jnp.zeros((B, T, 2), jnp.int32)).lower(params, hidden).as_text()
+
+
+def test_replaying_the_support_makes_the_ratio_one():
+    """Fault 14: p = [.6, .3, .1], top_p = .9, token 0. The engine says log(.6667); over the whole vocabulary the ratio
+    would be .9."""
+    p = jnp.log(jnp.array([0.6, 0.3, 0.1]))
+    settings = RowParams.of([SamplingParams(top_p=0.9, top_k=3, seed=i) for i in range(16)])
+    drawn, behavior, support = sample_recorded(jnp.tile(p, (16, 1)), settings, uniforms(settings.seed, 0), 3)
+    assert 0 in drawn
+    np.testing.assert_array_equal(support, [[0, 1, NO_TOKEN]] * 16)
+    np.testing.assert_allclose(behavior, np.log([2 / 3, 1 / 3])[np.asarray(drawn)], atol=1e-6)
+    head_of_p = {"embed": jnp.zeros((3, D)), "head": jnp.zeros((3, D)).at[:, 0].set(p)}
+    hidden = jnp.zeros((1, 17, D)).at[..., 0].set(1.0)
+    tokens = jnp.concatenate([jnp.zeros(1, jnp.int32), drawn])[None]
+    recorded = jnp.concatenate([jnp.full((1, 3), NO_TOKEN), support])[None]
+    ratio = lambda **kw: np.exp(model.token_log_probs(head_of_p, MOE, hidden, tokens, **kw).log_probs[0, 1:] - behavior)  # noqa: E731
+    np.testing.assert_allclose(ratio(support=recorded), 1.0, atol=1e-6)
+    np.testing.assert_allclose(ratio(), 0.9, atol=1e-6)

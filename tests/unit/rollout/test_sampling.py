@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from sat_jax.rollout.engine import SamplingParams
-from sat_jax.rollout.sampling import RowParams, draw, sample, support_logits
+from sat_jax.rollout.sampling import RowParams, draw, sample, sample_recorded, support_logits, uniforms
+from sat_jax.types import NO_TOKEN
 
 DATA = Path(__file__).parents[2] / "data" / "rollout"
 CASES = json.loads((DATA / "sampling_cases.json").read_text())["settings"]
@@ -17,7 +18,8 @@ GOLDEN = np.load(DATA / "sampling_cases.npz")
 
 
 ROWS, VOCABULARY = 256, 512
-_support_logits, _sample, _draw = jax.jit(support_logits), jax.jit(sample), jax.jit(draw)
+_support_logits, _draw = jax.jit(support_logits), jax.jit(draw)
+_sample = jax.jit(lambda logits, rows, step: sample(logits, rows, uniforms(rows.seed, step)))
 
 
 def rows(n: int, **settings) -> list[SamplingParams]:
@@ -158,3 +160,55 @@ def test_truncates_says_when_the_support_must_be_replayed():
     assert SamplingParams(top_k=5).truncates
     assert not SamplingParams(temperature=0.7).truncates
     assert not SamplingParams(temperature=0.0, top_k=5).truncates
+
+
+SIZE = 12
+_recorded = jax.jit(lambda logits, rows, step: sample_recorded(logits, rows, uniforms(rows.seed, step), SIZE))
+
+
+def recorded(logits, params):
+    full, row_params, steps, n = padded(logits, params)
+    return [np.asarray(x)[:n] for x in _recorded(full, row_params, steps)]
+
+
+def ids(support):
+    return set(support[support != NO_TOKEN].tolist())
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_p": 0.95, "min_p": 0.05}])
+@pytest.mark.parametrize("top_k", [1, 5, SIZE])
+def test_what_is_recorded_is_what_the_filters_leave(settings, top_k):
+    """And the log-probs are those of the tokens drawn, over exactly that."""
+    logits = np.random.default_rng(top_k).normal(size=(64, 300)) * 2
+    params = rows(64, temperature=0.7, top_k=top_k, **settings)
+    tokens, log_probs, support = recorded(logits, params)
+    kept = kept_logits(logits, params)
+    assert [ids(row) for row in support] == [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in kept]
+    np.testing.assert_allclose(log_probs, log_softmax(kept)[np.arange(64), tokens], atol=1e-5)
+
+
+def test_everything_recorded_is_drawn_and_nothing_else():
+    logits = np.tile(np.random.default_rng(1).normal(size=40), (ROWS, 1))
+    tokens, log_probs, support = recorded(logits, rows(ROWS, top_k=6, top_p=0.9))
+    assert len({tuple(row) for row in support}) == 1
+    assert set(tokens.tolist()) == ids(support[0])
+    share = np.array([np.mean(tokens == t) for t in support[0] if t != NO_TOKEN])
+    exact = np.array([np.exp(log_probs[tokens == t][0]) for t in support[0] if t != NO_TOKEN])
+    assert exact.sum() == pytest.approx(1, abs=1e-6)
+    np.testing.assert_allclose(share, exact, atol=0.1)
+
+
+def test_ties_with_the_kth_go_to_the_lower_ids():
+    """A bound must hold: the token that ties is neither recorded nor sampled."""
+    tokens, log_probs, support = recorded(np.tile([1.0, 3.0, 1.0, 1.0, 0.0], (ROWS, 1)), rows(ROWS, top_k=2))
+    assert {tuple(row[:3]) for row in support} == {(1, 0, NO_TOKEN)}
+    assert set(tokens.tolist()) == {0, 1}
+    np.testing.assert_allclose(log_probs, log_softmax([[1.0, 3.0]])[0][tokens], atol=1e-6)
+
+
+def test_ties_at_the_edge_of_the_nucleus_stay():
+    """As without a record: the second and the third are equally likely, and with the second there is mass enough."""
+    _, _, support = recorded(np.log([[0.5, 0.2, 0.2, 0.1]]), rows(1, top_k=4, top_p=0.6))
+    assert ids(support[0]) == {0, 1, 2}
+    kept = kept_logits(np.log([[0.5, 0.2, 0.2, 0.1]]), rows(1, top_k=4, top_p=0.6))
+    np.testing.assert_array_equal(np.isfinite(kept[0]), [True, True, True, False])
