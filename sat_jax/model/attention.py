@@ -21,7 +21,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.
 
     Args:
         q: ``[B, T, H, h]``.
-        k: ``[B, KV, S, h]``. Heads come before positions, the layout in which a cache is read without a copy.
+        k: ``[B, KV, S, h]``: heads before positions, the layout in which a cache is read without a copy.
         v: like ``k``.
         visible: bool ``[B, T, S]``.
 
@@ -29,7 +29,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.
         ``[B, T, H, h]``; meaningless where nothing is visible.
     """
     grouped = _split_heads(q, k.shape[1])
-    weights = jax.nn.softmax(_scores(grouped, k, visible), axis=-1).astype(v.dtype)
+    weights = jax.nn.softmax(_scores(grouped, k.swapaxes(2, 3), visible), axis=-1).astype(v.dtype)
     return _join_heads(_queries_by_keys(weights, v))
 
 
@@ -75,14 +75,14 @@ class _Rows(NamedTuple):
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, block: int) -> tuple[jax.Array, _Saved]:
     groups, T = k.shape[2], q.shape[1]
-    heads, keys, values = _split_heads(q, groups), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    heads, keys, values = _split_heads(q, groups), k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
     outs, log_zs = [], []
     for low, high in _parts(T, block):
 
         def rows(
             q: jax.Array, segment: jax.Array, position: jax.Array, high: int = high
         ) -> tuple[jax.Array, jax.Array]:
-            scores = _scores(q, keys[:, :, :high], _visible(segment, segment_ids[:, :high], position))
+            scores = _scores(q, keys[..., :high], _visible(segment, segment_ids[:, :high], position))
             largest = jnp.max(scores, axis=-1, keepdims=True)
             weights = jnp.exp(scores - largest)
             total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -104,12 +104,12 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, b
 
 def _backward(block: int, saved: _Saved, d_joined: jax.Array) -> tuple[jax.Array | None, ...]:
     groups, T, segment_ids = saved.k.shape[2], saved.q.shape[1], saved.segment_ids
-    keys, values = saved.k.swapaxes(1, 2), saved.v.swapaxes(1, 2)
+    keys, values = saved.k.transpose(0, 2, 3, 1), saved.v.transpose(0, 2, 3, 1)  # [B, KV, h, S]
     q, d_out, log_z = (_split_heads(x, groups) for x in (saved.q, d_joined, saved.log_z))
     product = d_joined.astype(jnp.float32) * saved.out.astype(jnp.float32)
     delta = _split_heads(jnp.sum(product, axis=-1, keepdims=True), groups)
     # [B, KV, h, S]: this way round no array of T * T is transposed for the matmuls.
-    d_keys = d_values = jnp.zeros(keys.swapaxes(2, 3).shape, jnp.float32)
+    d_keys = d_values = jnp.zeros(keys.shape, jnp.float32)
     d_queries = []
     for low, high in _parts(T, block):
 
@@ -117,12 +117,12 @@ def _backward(block: int, saved: _Saved, d_joined: jax.Array) -> tuple[jax.Array
             sums: tuple[jax.Array, jax.Array], at: _Rows, high: int = high
         ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
             seen = _visible(at.segment, segment_ids[:, :high], at.position)
-            weights = jnp.exp(_scores(at.q, keys[:, :, :high], seen) - at.log_z)
-            d_weights = _queries_by_keys(at.d_out, values[:, :, :high].swapaxes(2, 3), jnp.float32)
+            weights = jnp.exp(_scores(at.q, keys[..., :high], seen) - at.log_z)
+            d_weights = _queries_by_keys(at.d_out, values[..., :high], jnp.float32)
             d_scores = (weights * (d_weights - at.delta) * q.shape[-1] ** -0.5).astype(q.dtype)
             d_k = sums[0].at[..., :high].add(_keys_by_queries(at.q, d_scores))
             d_v = sums[1].at[..., :high].add(_keys_by_queries(at.d_out, weights.astype(q.dtype)))
-            return (d_k, d_v), _queries_by_keys(d_scores, keys[:, :, :high])
+            return (d_k, d_v), _queries_by_keys(d_scores, keys[..., :high].swapaxes(2, 3))
 
         part = _Rows(
             jnp.arange(low, high), segment_ids[:, low:high], *(x[:, :, :, low:high] for x in (q, d_out, log_z, delta))
@@ -155,8 +155,8 @@ def _visible(segment: jax.Array, key_segment: jax.Array, position: jax.Array) ->
 
 
 def _scores(q: jax.Array, k: jax.Array, visible: jax.Array) -> jax.Array:
-    """Float32 ``[B, KV, G, t, S]`` of ``q [B, KV, G, t, h]`` and ``k [B, KV, S, h]``."""
-    scores = _queries_by_keys(q, k.swapaxes(2, 3), jnp.float32) * q.shape[-1] ** -0.5
+    """Float32 ``[B, KV, G, t, S]`` of ``q [B, KV, G, t, h]`` and ``k [B, KV, h, S]``."""
+    scores = _queries_by_keys(q, k, jnp.float32) * q.shape[-1] ** -0.5
     return jnp.where(visible[:, None, None], scores, _MASKED)
 
 

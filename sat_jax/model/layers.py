@@ -36,7 +36,9 @@ def project_qkv(
     """Queries ``[B, T, H, h]``, keys and values ``[B, T, KV, h]``, normalised (Qwen3) and rotated."""
 
     def project(name: str) -> jax.Array:
-        y = jnp.einsum("btd,dnh->btnh", x, p[name])
+        D, n, h = p[name].shape
+        # As one matrix: contracting over or into two axes, XLA on CPUs transposes the weights first.
+        y = (x @ p[name].reshape(D, n * h)).reshape(*x.shape[:-1], n, h)
         return y + p[f"{name}_bias"] if cfg.attention_bias else y
 
     q, k, v = project("q"), project("k"), project("v")
@@ -47,7 +49,8 @@ def project_qkv(
 
 def project_out(p: Params, cfg: ModelConfig, heads: jax.Array) -> jax.Array:
     """``[B, T, H, h] -> [B, T, D]``."""
-    y = jnp.einsum("btnh,nhd->btd", heads, p["out"])
+    n, h, D = p["out"].shape
+    y = heads.reshape(*heads.shape[:-2], n * h) @ p["out"].reshape(n * h, D)
     return y + p["out_bias"] if cfg.attention_bias else y
 
 

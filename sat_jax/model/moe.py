@@ -1,11 +1,13 @@
 """Mixture of experts: router, routing replay, and a dropless grouped MLP chosen per platform.
 
-Three implementations of the same sum ``y[n] = sum_k weight[n, k] * expert[index[n, k]](x[n])``:
+Implementations of the same sum ``y[n] = sum_k weight[n, k] * expert[index[n, k]](x[n])``:
 
 * ``ragged``: rows sorted by expert, ``jax.lax.ragged_dot``. Accelerators.
 * ``blocked``: rows sorted by expert, each expert's filled up to whole blocks, a batched matmul over a few blocks at a
   time. CPU, where ``ragged_dot`` is some thirty times slower than a matmul.
-* ``dense``: every expert on every token, weighted. Few tokens (decoding), where reading the weights is what costs.
+* ``slots``: every expert has room for a few tokens, and is given those that chose it. Few tokens (decoding), where
+  reading the weights is what costs.
+* ``dense``: every expert on every token, weighted. The plainest; the others are tested against it.
 
 No token is ever dropped, whatever the load. Tokens that are padding are not dispatched and not counted.
 """
@@ -13,6 +15,7 @@ No token is ever dropped, whatever the load. Tokens that are padding are not dis
 from __future__ import annotations
 
 import functools
+import math
 from typing import Literal, NamedTuple
 
 import jax
@@ -25,7 +28,7 @@ from sat_jax.model.parameters import Params
 from sat_jax.model.sharding import Placement
 from sat_jax.types import NATIVE_ROUTE
 
-MoEImplementation = Literal["auto", "dense", "blocked", "ragged"]
+MoEImplementation = Literal["auto", "dense", "slots", "blocked", "ragged"]
 
 
 @struct.dataclass
@@ -180,7 +183,7 @@ def choose_implementation(tokens: int, experts: int, k: int, platform: str) -> M
     """What ``auto`` means for this many tokens: measured on two CPU cores; accelerators have a good ``ragged_dot``."""
     if platform != "cpu":
         return "ragged"
-    return "dense" if experts // 2 < tokens * k <= 32 * experts else "blocked"
+    return "slots" if experts // 2 < tokens * k <= 64 * experts else "blocked"
 
 
 def _experts(
@@ -198,7 +201,7 @@ def _experts(
         implementation = choose_implementation(B * T, E, K, platform)
     if implementation == "dense":
         return _dense(x.reshape(B * T, D), indices.reshape(-1, K), weights.reshape(-1, K), experts).reshape(x.shape)
-    grouped = functools.partial(_grouped, ragged=implementation == "ragged")
+    grouped = _slots if implementation == "slots" else functools.partial(_grouped, ragged=implementation == "ragged")
     if placement is None or placement.mesh.size == 1:
         return grouped(x.reshape(B * T, D), indices.reshape(-1, K), weights.reshape(-1, K), experts).reshape(x.shape)
 
@@ -239,6 +242,51 @@ def _dense(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weight
     hidden = jax.nn.silu(jnp.einsum("end,edf->enf", rows, gate)) * jnp.einsum("end,edf->enf", rows, up)
     hidden = hidden * combine.T[:, :, None]
     return jnp.einsum("enf,efd->nd", hidden, down)
+
+
+def _slots(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weights) -> jax.Array:
+    """``[N, D]``; ``indices`` of padding are E.
+
+    Room for every token with every expert is what ``dense`` computes. Half of it or less suffices nearly always, and
+    where it does not, there is more: nothing is dropped, and a token's result does not depend on how much it was.
+    """
+    (N, K), E = indices.shape, experts[0].shape[0]
+    flat = indices.reshape(-1)
+    chosen = flat[:, None] == jnp.arange(E)
+    rank = jnp.sum(jnp.where(chosen, jnp.cumsum(chosen, axis=0) - 1, 0), axis=1)  # among those with the same expert
+    gate, up, down = experts
+
+    def with_room(room: int) -> jax.Array:
+        cell = jnp.where(flat < E, flat * room + rank, E * room)
+        token = jnp.full(E * room, N, jnp.int32).at[cell].set(jnp.arange(N * K, dtype=jnp.int32) // K, mode="drop")
+        rows = jnp.take(x, token, axis=0, mode="fill", fill_value=0).reshape(E, room, -1)
+        y = _matmul(jax.nn.silu(_matmul(rows, gate)) * _matmul(rows, up), down)
+        return _sum_rows(y.reshape(E * room, -1), cell.reshape(N, K), weights)
+
+    largest = jnp.max(jnp.where(flat < E, rank, 0))
+    rooms = _rooms(N, N * K / E)
+    branches = [functools.partial(with_room, room) for room in rooms]
+    return jax.lax.switch(jnp.sum(largest >= jnp.array(rooms[:-1], jnp.int32)), branches)
+
+
+def _rooms(tokens: int, mean: float) -> list[int]:
+    """Sizes to choose from: two standard deviations above the mean load, twice that, ... and every token."""
+    rooms, room = [], 4 * math.ceil((mean + 2 * math.sqrt(mean)) / 4)
+    while 2 * room <= tokens:
+        rooms.append(room)
+        room *= 2
+    return [*rooms, tokens]
+
+
+def _sum_rows(y: jax.Array, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """``sum_k weights[n, k] * y[rows[n, k]]``, rows out of range being 0.
+
+    One gather a slot, added up: XLA makes a single loop of them, and never writes ``[N, K, D]``.
+    """
+    picked = [jnp.take(y, rows[:, k], axis=0, mode="fill", fill_value=0) for k in range(rows.shape[1])]
+    if weights is not None:
+        picked = [row * weights[:, k, None] for k, row in enumerate(picked)]
+    return functools.reduce(jnp.add, picked)
 
 
 class _Layout(NamedTuple):
@@ -442,7 +490,4 @@ def _blocks(x: jax.Array, weights: jax.Array, at: _Layout, block: int, group: in
 
 def _collect_blocks(y: jax.Array, at: _Layout, weights: jax.Array) -> jax.Array:
     """``[N, D]``: the rows of each token added up; nothing for a slot that was not dispatched."""
-    flat, rows = y.reshape(-1, y.shape[-1]), at.row.reshape(weights.shape)
-    # One gather a slot, added up: XLA makes a single loop of them, and never writes [N, K, D].
-    picked = [jnp.take(flat, rows[:, k], axis=0, mode="fill", fill_value=0) for k in range(rows.shape[1])]
-    return functools.reduce(jnp.add, picked)
+    return _sum_rows(y.reshape(-1, y.shape[-1]), at.row.reshape(weights.shape), None)

@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 from sat_jax.model import layers
 from sat_jax.model.attention import attend, self_attention
 from sat_jax.model.config import LayerRun, ModelConfig
+from sat_jax.model.head import HEAD_COLUMNS, head_matrix
 from sat_jax.model.moe import MoEImplementation, RouterOutput, moe_mlp
 from sat_jax.model.parameters import Params
-from sat_jax.model.sharding import Placement, constrain
+from sat_jax.model.sharding import Placement, cache_sharding, constrain
 
 Remat = Literal["none", "dots", "full"]
 _HIDDEN = ("batch", None, None)
@@ -121,7 +122,8 @@ class KVCache:
     """Keys and values of S slots, each a sequence of up to M positions.
 
     Attributes:
-        keys: per layer run, ``[n, S, KV, M, h]``.
+        keys: ``[n, S, KV, M, h]`` of n layers: one array per layer run, or one per layer (n = 1), which a decode step
+            reads where it is.
         values: likewise.
     """
 
@@ -131,13 +133,18 @@ class KVCache:
     @property
     def max_len(self) -> int:
         """M."""
-        return int(self.keys[0].shape[3])
+        return int(self.values[0].shape[3])
 
 
 def init_cache(
-    cfg: ModelConfig, n_slots: int, max_len: int, dtype: DTypeLike, placement: Placement | None = None
+    cfg: ModelConfig,
+    n_slots: int,
+    max_len: int,
+    dtype: DTypeLike,
+    placement: Placement | None = None,
+    per_layer: bool = False,
 ) -> KVCache:
-    """An empty cache of exactly ``cache_bytes`` bytes.
+    """An empty cache of exactly ``cache_bytes`` bytes; ``per_layer`` for parameters from ``split_layers``.
 
     Raises:
         ValueError: a context longer than the model's.
@@ -148,9 +155,11 @@ def init_cache(
             "shorten prompts and responses, or use another checkpoint"
         )
 
+    stacks = [1] * cfg.num_hidden_layers if per_layer else [run.length for run in cfg.runs]
+    where = None if placement is None else cache_sharding(placement)
+
     def empty() -> tuple[jax.Array, ...]:
-        shapes = [(run.length, n_slots, cfg.num_key_value_heads, max_len, cfg.head_dim) for run in cfg.runs]
-        where = None if placement is None else placement.sharding((None, "batch", "kv_heads", None, None))
+        shapes = [(n, n_slots, cfg.num_key_value_heads, max_len, cfg.head_dim) for n in stacks]
         return tuple(jnp.zeros(shape, dtype, device=where) for shape in shapes)
 
     return KVCache(empty(), empty())
@@ -216,8 +225,9 @@ def extend(
     rows = (jnp.arange(tokens.shape[0]) if slots is None else slots)[:, None]
     x = _embed(params, tokens, options)
 
+    stacks = zip(cache.keys, cache.values, strict=True)
     keys, values, routers = [], [], []
-    for run, run_keys, run_values in zip(cfg.runs, cache.keys, cache.values, strict=True):
+    for run in cfg.runs:
 
         def body(
             carry: tuple[jax.Array, jax.Array, jax.Array],
@@ -238,25 +248,19 @@ def extend(
             x, router = _layer(p, cfg, run, x, valid, None, options, attention, noise)
             return (x, keys, values), None if router is None else router.indices
 
-        state = (x, run_keys, run_values)
-        (x, run_keys, run_values), indices = _run_layers(
-            body,
-            state,
-            (params[run.name], jnp.arange(run.length), _routes_of(run, selection_noise)),
-            run.length,
-            options,
-        )
-        keys.append(run_keys)
-        values.append(run_values)
-        if indices is not None:
-            routers.append(indices)
+        for length, inputs in _stacks_of(run, params[run.name], _routes_of(run, selection_noise)):
+            (x, *new), indices = _run_layers(body, (x, *next(stacks)), inputs, length, options)
+            keys.append(new[0])
+            values.append(new[1])
+            if indices is not None:
+                routers.append(indices)
     hidden = layers.rms_norm(x, params["final_norm"], cfg.rms_norm_eps)
     routes = jnp.moveaxis(jnp.concatenate(routers), 0, 2) if routers else None
     return ExtendOutput(hidden, KVCache(tuple(keys), tuple(values)), routes)
 
 
 def split_layers(params: Params, cfg: ModelConfig) -> Params:
-    """``params`` with every run a tuple of its layers.
+    """``params`` in the form that decodes fastest: every run a tuple of its layers, and the head the other way round.
 
     ``extend`` then unrolls, and reads each layer's weights where they are: out of a stack, a loop over decode steps
     would copy all of them once a token.
@@ -265,7 +269,17 @@ def split_layers(params: Params, cfg: ModelConfig) -> Params:
         run.name: tuple(jax.tree.map(lambda x: x[i], params[run.name]) for i in range(run.length))  # noqa: B023 -- at once
         for run in cfg.runs
     }
-    return {**params, **layers_of}
+    rest = {name: leaf for name, leaf in params.items() if name != "head"}
+    return {**rest, **layers_of, HEAD_COLUMNS: head_matrix(params, cfg).T}
+
+
+def _stacks_of(run: LayerRun, parameters: Any, noise: jax.Array | None) -> list[tuple[int, Any]]:
+    """Length and inputs of what runs over one stack of the cache: the whole run, or, where split, each layer alone."""
+    if not isinstance(parameters, tuple):
+        return [(run.length, (parameters, jnp.arange(run.length), noise))]
+    first = jnp.zeros(1, jnp.int32)
+    noises = [None if noise is None else noise[i : i + 1] for i in range(run.length)]
+    return [(1, ((p,), first, n)) for p, n in zip(parameters, noises, strict=True)]
 
 
 def _embed(params: Params, tokens: jax.Array, options: ForwardOptions) -> jax.Array:

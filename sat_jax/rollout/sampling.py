@@ -82,22 +82,21 @@ def _truncate(scaled: jax.Array, rows: RowParams, truncating: jax.Array) -> jax.
     return jnp.where(truncating[:, None] & ((scaled < threshold) | unlikely), -jnp.inf, scaled)
 
 
-def draw(log_probs: jax.Array, uniform: jax.Array) -> jax.Array:
-    """int32 [S]: the token at quantile ``uniform`` of each distribution, by inverse CDF; never one of probability 0.
+def draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """int32 [S]: the token at quantile ``uniform`` of each distribution, by inverse CDF; never one of weight 0.
 
     One random number a row instead of the Gumbel trick's V, and two short cumulative sums instead of a long one: exact
     to float32, and cheap at V = 151,936.
 
     Args:
-        log_probs: float32 [S, V], normalised or not.
+        weights: float32 [S, V]; probabilities, normalised or not.
         uniform: float32 [S] in [0, 1).
     """
-    probs = jnp.exp(log_probs)
-    S, V = probs.shape
+    S, V = weights.shape
     if V <= _FLAT_VOCABULARY:
-        return _first_beyond(probs, uniform * jnp.sum(probs, axis=-1))
+        return _first_beyond(weights, uniform * jnp.sum(weights, axis=-1))
     width = 1 << max(1, (V.bit_length() + 1) // 2)
-    blocks = jnp.pad(probs, ((0, 0), (0, -V % width))).reshape(S, -1, width)
+    blocks = jnp.pad(weights, ((0, 0), (0, -V % width))).reshape(S, -1, width)
     mass = jnp.sum(blocks, axis=-1)
     target = uniform * jnp.sum(mass, axis=-1)
     block = _first_beyond(mass, target)
@@ -144,8 +143,10 @@ def sample(logits: jax.Array, rows: RowParams, uniform: jax.Array) -> tuple[jax.
         (greedy rows: at temperature 1 over the vocabulary).
     """
     logits = logits.astype(jnp.float32)
-    log_probs = jax.nn.log_softmax(support_logits(logits, rows), axis=-1)
-    drawn = draw(log_probs, uniform)
+    scaled = support_logits(logits, rows)
+    largest = jnp.max(scaled, axis=-1)
+    weights = jnp.exp(scaled - largest[:, None])
+    drawn = draw(weights, uniform)
     greedy = rows.temperature <= 0
 
     def most_likely() -> jax.Array:
@@ -153,7 +154,8 @@ def sample(logits: jax.Array, rows: RowParams, uniform: jax.Array) -> tuple[jax.
 
     # XLA's argmax is slow on CPUs: at V = 4096 it takes as long as an eighth of a small model's decode step.
     tokens = jax.lax.cond(jnp.any(greedy), most_likely, lambda: drawn)
-    return tokens, jnp.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
+    log_z = largest + jnp.log(jnp.sum(weights, axis=-1))
+    return tokens, jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - log_z
 
 
 def sample_recorded(
@@ -185,6 +187,6 @@ def sample_recorded(
     kept &= (likely >= least) | (rows.top_p >= 1)[:, None]
     kept &= jnp.exp(likely - likely[:, :1]) >= rows.min_p[:, None]
     log_probs = jax.nn.log_softmax(jnp.where(kept, likely, -jnp.inf), axis=-1)
-    drawn = draw(log_probs, uniform)[:, None]
+    drawn = draw(jnp.exp(log_probs), uniform)[:, None]
     token, log_prob = (jnp.take_along_axis(x, drawn, axis=-1)[:, 0] for x in (ids, log_probs))
     return token, log_prob, jnp.where(kept, ids, NO_TOKEN)

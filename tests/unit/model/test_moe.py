@@ -22,7 +22,7 @@ CFG = model.ModelConfig(
     num_experts=5,
     num_experts_per_tok=2,
 )
-IMPLEMENTATIONS = ("dense", "blocked", "ragged")
+IMPLEMENTATIONS = ("dense", "slots", "blocked", "ragged")
 B, T, D, E, K = 3, 7, CFG.hidden_size, CFG.num_experts, CFG.num_experts_per_tok
 
 
@@ -84,7 +84,7 @@ def test_gradients_of_the_implementations_agree():
         return jnp.sum(apply(p, x, VALID, implementation=implementation)[0] * target)
 
     grads = {i: jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(p, x, i) for i in IMPLEMENTATIONS}
-    for name in ("blocked", "ragged"):
+    for name in IMPLEMENTATIONS[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5), grads[name], grads["dense"])
     assert all(np.abs(leaf).max() > 1e-2 for leaf in jax.tree.leaves(grads["dense"]))
 
@@ -227,6 +227,27 @@ def test_auxiliary_losses_of_micro_batches_add_up():
 
 def test_the_choice_of_implementation():
     assert moe.choose_implementation(4096, 128, 8, "tpu") == "ragged"
-    assert moe.choose_implementation(16, 16, 4, "cpu") == "dense"  # a decode step: the weights are read anyway
+    assert moe.choose_implementation(16, 16, 4, "cpu") == "slots"  # a decode step: the weights are read anyway
     assert moe.choose_implementation(1, 128, 8, "cpu") == "blocked"  # few experts are touched: read only those
     assert moe.choose_implementation(2048, 16, 4, "cpu") == "blocked"
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_slots_hold_any_load_and_a_token_does_not_notice(crowded):
+    """32 tokens and room for 16 with each of 8 experts: a crowd that wants one expert gets the full room instead."""
+    N, experts, D, F = 32, 8, 16, 12
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
+    weights = jnp.asarray(rng.random((N, 2)), jnp.float32)
+    mlp = tuple(jnp.asarray(rng.normal(size=(experts, *shape)), jnp.float32) for shape in ((D, F), (D, F), (F, D)))
+    even = np.stack([np.arange(N) % experts, (np.arange(N) + 1) % experts], axis=1)
+    indices = even.copy()
+    if crowded:
+        indices[1:] = [3, 5]
+    indices[7] = experts  # padding
+    program = jax.jit(moe._slots)
+    found = program(x, jnp.asarray(indices), weights.at[7].set(0), mlp)
+    expected = moe._dense(x, jnp.asarray(indices), weights.at[7].set(0), mlp)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    assert not np.asarray(found)[7].any()
+    np.testing.assert_array_equal(found[0], program(x, jnp.asarray(even), weights, mlp)[0])
