@@ -2,6 +2,7 @@
 
     python benchmarks/sampling.py                                    # both workloads, this engine alone
     python benchmarks/sampling.py --peer PATH_TO/python              # also transformers' generate, in that interpreter
+    python benchmarks/sampling.py --tunix PATH_TO/python             # also Tunix's sampler, likewise
 
 Prints one JSON object. ``tokens_per_s`` is the best of the repetitions, ``cpu_s_per_1000_tokens`` CPU seconds of all
 threads: measure alone, for another process on the machine changes wall times several-fold and CPU seconds little.
@@ -10,7 +11,8 @@ Workloads:
     toy: 2 layers, width 64, 8 experts top-2; 32 prompts of 10 tokens, 8 responses of 7 tokens to each.
     bench-moe: 4 layers, width 256, 16 experts top-4, vocabulary 4096; 16 prompts of 32 tokens, 128 new tokens each.
 
-The peer environment needs ``torch`` and ``transformers``; without ``--peer`` it is left out of the result.
+The first peer's environment needs ``torch`` and ``transformers``, the second's ``google-tunix``; a peer without an
+interpreter is left out. Tunix gets weights of its own in the same shapes: at random weights tokens cost the same.
 """
 
 from __future__ import annotations
@@ -47,6 +49,36 @@ for _ in range(repeats):
                               top_p=1.0, max_new_tokens=new, min_new_tokens=new, pad_token_id=0)
     assert out.shape[1] == ids.shape[1] + new
     tokens = ids.shape[0] * new
+    results.append((time.perf_counter() - began, 1000 * (time.process_time() - cpu) / tokens, tokens))
+best = min(results)
+print(json.dumps({"tokens_per_s": round(best[2] / best[0]), "cpu_s_per_1000_tokens": round(best[1], 4)}))
+"""
+
+
+TUNIX = """
+import json, sys, time
+import numpy as np
+from flax import nnx
+from tunix.generate import sampler
+from tunix.models.qwen3 import model
+cfg, prompts, new, repeats = json.loads(sys.argv[1]), np.load(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+class Numbers:  # prompts are written as numbers, and nothing is ever the end
+    def encode(self, text, **_): return [int(t) for t in text.split()]
+    def decode(self, ids, **_): return " ".join(map(str, ids))
+    def bos_id(self): return None
+    def eos_id(self): return cfg["vocab_size"]
+    def pad_id(self): return 0
+policy = model.Qwen3(model.ModelConfig(**cfg), rngs=nnx.Rngs(0))
+width = 1 << (prompts.shape[1] - 1).bit_length()
+cache = sampler.CacheConfig(width + new, cfg["num_layers"], cfg["num_kv_heads"], cfg["head_dim"])
+sample = sampler.Sampler(policy, Numbers(), cache)
+texts = [" ".join(map(str, row)) for row in prompts.tolist()]
+results = []
+for seed in range(repeats + 1):  # the first one compiles
+    began, cpu = time.perf_counter(), time.process_time()
+    out = sample(texts, max_generation_steps=new, max_prompt_length=width, temperature=1.0, top_p=1.0, seed=seed)
+    tokens = sum(len(row) for row in out.tokens)
+    assert tokens == prompts.shape[0] * new, tokens
     results.append((time.perf_counter() - began, 1000 * (time.process_time() - cpu) / tokens, tokens))
 best = min(results)
 print(json.dumps({"tokens_per_s": round(best[2] / best[0]), "cpu_s_per_1000_tokens": round(best[1], 4)}))
@@ -103,14 +135,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--peer", help="a Python interpreter with torch and transformers")
+    parser.add_argument("--tunix", help="a Python interpreter with google-tunix")
     args = parser.parse_args()
     names = WORKLOADS if args.workload == "all" else [args.workload]
     result = {"jax": jax.__version__, "python": sys.version.split()[0], "backend": jax.default_backend()}
-    result |= {name: measure(WORKLOADS[name], args.repeats, args.dtype, args.peer) for name in names}
+    result |= {name: measure(WORKLOADS[name], args.repeats, args.dtype, args.peer, args.tunix) for name in names}
     print(json.dumps(result, indent=1))
 
 
-def measure(work: Workload, repeats: int, dtype: str, peer: str | None) -> dict[str, object]:
+def measure(work: Workload, repeats: int, dtype: str, peer: str | None, tunix: str | None) -> dict[str, object]:
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, work.cfg.vocab_size, (work.prompts, work.prompt_len), dtype=np.int32)
     params = model.init_params(jax.random.key(0), work.cfg, dtype="float32")
@@ -147,22 +180,47 @@ def measure(work: Workload, repeats: int, dtype: str, peer: str | None) -> dict[
         "compile_s": round(compile_s, 1),
         "cache_bytes": engine.cache_bytes,
     }
-    if peer is not None:
-        result["transformers"] = run_peer(work, params, prompts, repeats, peer)
-        result["ratio"] = round(tokens / seconds / result["transformers"]["tokens_per_s"], 1)  # type: ignore[index]
+    for name, python in (("transformers", peer), ("tunix", tunix)):
+        if python is not None:
+            found = run_peer(name, work, params, prompts, repeats, python)
+            result[name] = found
+            result[f"times_{name}"] = round(tokens / seconds / found["tokens_per_s"], 1)
     return result
 
 
-def run_peer(work: Workload, params: model.Params, prompts: np.ndarray, repeats: int, peer: str) -> dict[str, float]:
-    """The same policy and prompts through ``generate`` in another interpreter."""
+def run_peer(
+    name: str, work: Workload, params: model.Params, prompts: np.ndarray, repeats: int, python: str
+) -> dict[str, float]:
+    """The same prompts through a peer in another interpreter."""
     with tempfile.TemporaryDirectory() as folder:
-        model.save_hf(folder, work.cfg, params)
-        np.save(Path(folder) / "prompts.npy", np.repeat(prompts, work.group, axis=0))
-        command = [peer, "-c", PEER, folder, str(Path(folder) / "prompts.npy"), str(work.new), str(repeats)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        file = Path(folder) / "prompts.npy"
+        np.save(file, np.repeat(prompts, work.group, axis=0))
+        if name == "transformers":
+            command = [python, "-c", PEER, str(model.save_hf(Path(folder) / "model", work.cfg, params))]
+        else:
+            command = [python, "-c", TUNIX, json.dumps(tunix_config(work.cfg))]
+        done = subprocess.run(
+            [*command, str(file), str(work.new), str(repeats)], capture_output=True, text=True, check=False
+        )
     if done.returncode:
-        raise SystemExit(f"the peer failed:\n{done.stderr}")
+        raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def tunix_config(cfg: model.ModelConfig) -> dict[str, object]:
+    return {
+        "num_layers": cfg.num_hidden_layers,
+        "vocab_size": cfg.vocab_size,
+        "embed_dim": cfg.hidden_size,
+        "hidden_dim": cfg.moe_intermediate_size,
+        "num_heads": cfg.num_attention_heads,
+        "head_dim": cfg.head_dim,
+        "num_kv_heads": cfg.num_key_value_heads,
+        "rope_theta": int(cfg.rope_theta),
+        "norm_eps": cfg.rms_norm_eps,
+        "num_experts": cfg.num_experts,
+        "num_experts_per_tok": cfg.num_experts_per_tok,
+    }
 
 
 if __name__ == "__main__":
