@@ -272,7 +272,7 @@ def _slots(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weight
 def _rooms(tokens: int, mean: float) -> list[int]:
     """Sizes to choose from: two standard deviations above the mean load, twice that, ... and every token."""
     rooms, room = [], 4 * math.ceil((mean + 2 * math.sqrt(mean)) / 4)
-    while 2 * room <= tokens:
+    while 4 * room <= 3 * tokens:
         rooms.append(room)
         room *= 2
     return [*rooms, tokens]
