@@ -101,7 +101,7 @@ def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
         )
         verdicts = dict(grader.counts)
     engine.close()
-    _show(options, result, verdicts)
+    _show(options, result, verdicts, of_run=run is not None)
     return 0
 
 
@@ -116,11 +116,11 @@ def _prompts(options: EvalOptions, run: ExperimentConfig | None, policy: setup.P
     return prompts[: options.problems] if options.problems else prompts
 
 
-def _show(options: EvalOptions, result: Evaluation, verdicts: dict[str, int]) -> None:
+def _show(options: EvalOptions, result: Evaluation, verdicts: dict[str, int], of_run: bool) -> None:
     if options.json:
         print(json.dumps({"model": str(options.model), **result.record(), "verdicts": verdicts}))
         return
-    table = Table(title=f"{options.model}, step {result.step}")
+    table = Table(title=f"{options.model}, step {result.step}" if of_run else str(options.model))
     for name in ("source", "problems", f"avg@{result.k}", f"pass@{result.k}"):
         table.add_column(name, justify="left" if name == "source" else "right")
     for name, score in {**result.sources, "all": result.total}.items():
