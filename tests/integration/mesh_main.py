@@ -1,0 +1,104 @@
+"""Trains on meshes of 8 CPU devices and on one, and resumes across them, packed too. Prints JSON for ``test_mesh``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from sat_jax import setup
+from sat_jax.config import ExperimentConfig, MeshConfig
+from sat_jax.rollout.local import LocalEngine
+from sat_jax.trainer import Trainer, _Run
+from tests.integration.tiny import tiny
+
+MESH = MeshConfig(data=2, fsdp=2, expert=2)
+OTHER = MeshConfig(fsdp=2, tensor=2, expert=2)
+STEPS, MIDDLE = 4, 2
+
+
+def config(mesh: MeshConfig, packing: bool = False) -> ExperimentConfig:
+    """Room for twelve tokens where three are the rule: rows are half empty."""
+    base = tiny()
+    return replace(
+        base,
+        steps=STEPS,
+        checkpoint_interval=MIDDLE,
+        mesh=mesh,
+        sampling=replace(base.sampling, max_new_tokens=12),
+        rollout=replace(base.rollout, fixed_delay=1),
+        learner=replace(base.learner, packing=packing),
+        loss=replace(base.loss, kl_loss_coef=1e-2),
+        evaluation=replace(base.evaluation, interval=0),
+    )
+
+
+def shares(tree: Any) -> dict[str, float]:
+    """What part of each array one device holds."""
+    return {
+        jax.tree_util.keystr(path): x.addressable_shards[0].data.size / x.size
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    return {name: lines(run / f"{name}.jsonl") for name in ("metrics", "evaluations", "samples")}
+
+
+def resumed(run: Path, changed: ExperimentConfig, target: Path) -> dict[str, Any]:
+    """Goes on from the middle of ``run``, as after a crash, on another mesh."""
+    shutil.copytree(run, target)
+    shutil.rmtree(target / "checkpoints" / str(STEPS))
+    assert Trainer(changed, target, resume=True).run() == 0
+    return outcome(target)
+
+
+def main() -> None:
+    report: dict[str, Any] = {"devices": jax.device_count()}
+    states: list[dict[str, float]] = []
+    engines: list[LocalEngine] = []
+    checkpoint, build = _Run._checkpoint, setup.build_engine
+
+    def seen_checkpoint(self: _Run, state: Any, queue: Any) -> None:
+        states.append(shares(state))
+        report["engine"] = shares((engines[-1]._params, engines[-1]._cache)), engines[-1].compilations
+        checkpoint(self, state, queue)
+
+    def seen_engine(*args: Any) -> LocalEngine:
+        engines.append(build(*args))
+        return engines[-1]
+
+    _Run._checkpoint, setup.build_engine = seen_checkpoint, seen_engine  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Path(folder)
+        assert Trainer(config(MeshConfig()), runs / "alone").run() == 0
+        report["alone"] = outcome(runs / "alone")
+        states.clear()
+        assert Trainer(config(MESH), runs / "mesh").run() == 0
+        report["mesh"], report["state"] = outcome(runs / "mesh"), states[-1]
+        report["mesh_engine"] = report.pop("engine")
+        states.clear()
+        report["alone to packed other"] = resumed(runs / "alone", config(OTHER, packing=True), runs / "onto")
+        report["other_state"] = states[-1]
+        report["mesh to alone"] = resumed(runs / "mesh", config(MeshConfig()), runs / "back")
+        for name, wrong in {"count": MeshConfig(fsdp=4), "model": MeshConfig(expert=8)}.items():
+            try:
+                Trainer(config(wrong), runs / "wrong").run()
+            except ValueError as error:
+                report[name] = str(error)
+            report[f"{name} left"] = (runs / "wrong").exists()
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
