@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sat_jax.rollout.engine import SamplingParams
-from sat_jax.rollout.sampling import RowParams, draw, sample, sample_recorded, support_logits, uniforms
+from sat_jax.rollout.sampling import RowParams, draw, sample, sample_recorded, support_logits, top_k, uniforms
 from sat_jax.types import NO_TOKEN
 
 DATA = Path(__file__).parents[2] / "data" / "rollout"
@@ -212,3 +212,15 @@ def test_ties_at_the_edge_of_the_nucleus_stay():
     assert ids(support[0]) == {0, 1, 2}
     kept = kept_logits(np.log([[0.5, 0.2, 0.2, 0.1]]), rows(1, top_k=4, top_p=0.6))
     np.testing.assert_array_equal(np.isfinite(kept[0]), [True, True, True, False])
+
+
+@pytest.mark.parametrize(("vocabulary", "k"), [(5000, 7), (4099, 64), (300, 300), (20, 1)])
+def test_top_k_by_blocks_is_top_k(vocabulary, k):
+    """Ties included: a few distinct values, and rows that are -inf nearly everywhere."""
+    rng = np.random.default_rng(k)
+    x = rng.integers(-3, 3, (6, vocabulary)).astype(np.float32)
+    x[3:] = rng.normal(size=(3, vocabulary))
+    x[2, : vocabulary - 1] = -np.inf
+    found, wanted = jax.jit(top_k, static_argnums=1)(x, k), jax.lax.top_k(x, k)
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_array_equal(found[1], wanted[1])
