@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from sat_jax import setup
+from sat_jax.commands.folders import checkpoint_params
 from sat_jax.config import ExperimentConfig, MeshConfig
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.trainer import Trainer, _Run
@@ -63,6 +65,20 @@ def resumed(run: Path, changed: ExperimentConfig, target: Path) -> dict[str, Any
     return outcome(target)
 
 
+def stored(run: Path, written_by: ExperimentConfig) -> Any:
+    """A run's last weights on one device, as ``eval`` and ``export`` read them."""
+    params, step = checkpoint_params(run, written_by, setup.build_policy(written_by, run))
+    assert step == STEPS
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(params)} == {1}
+    return params
+
+
+def apart(a: Any, b: Any) -> float:
+    """Largest difference of two trees, in standard deviations of the second."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(np.abs(np.asarray(x) - y).max() / max(np.std(y), 1e-6)) for x, y in pairs if np.std(y) > 0)
+
+
 def main() -> None:
     report: dict[str, Any] = {"devices": jax.device_count()}
     states: list[dict[str, float]] = []
@@ -90,7 +106,7 @@ def main() -> None:
         states.clear()
         report["alone to packed other"] = resumed(runs / "alone", config(OTHER, packing=True), runs / "onto")
         report["other_state"] = states[-1]
-        report["mesh to alone"] = resumed(runs / "mesh", config(MeshConfig()), runs / "back")
+        report["on one device"] = apart(*(stored(runs / name, config(MESH)) for name in ("mesh", "alone")))
         for name, wrong in {"count": MeshConfig(fsdp=4), "model": MeshConfig(expert=8)}.items():
             try:
                 Trainer(config(wrong), runs / "wrong").run()

@@ -57,8 +57,8 @@ def test_the_run_on_a_mesh_is_the_run_on_one_device(report: dict[str, Any]) -> N
     assert [e["avg@k"] for e in mesh["evaluations"]] == [e["avg@k"] for e in alone["evaluations"]]
 
 
-def test_a_checkpoint_of_a_mesh_resumes_on_one_device(report: dict[str, Any]) -> None:
-    _same(report["mesh to alone"]["metrics"], report["alone"]["metrics"])
+def test_a_checkpoint_of_a_mesh_is_read_on_one_device_and_holds_the_same_weights(report: dict[str, Any]) -> None:
+    assert report["on one device"] < 1e-3
 
 
 def test_a_checkpoint_of_one_device_resumes_on_a_mesh_and_in_packed_rows(report: dict[str, Any]) -> None:
