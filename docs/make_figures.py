@@ -1,4 +1,8 @@
-"""Draws the README's figure from a run folder: ``python docs/make_figures.py RUN``."""
+"""Draws the pictures in ``docs/images`` from run folders.
+
+python docs/make_figures.py default_run RUN
+python docs/make_figures.py smollm2_sums DENSE_RUN MOE_RUN
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,24 @@ import numpy as np
 from sat_jax import plots
 from sat_jax.run_folder import read_run
 
+FIGURES = {
+    "default_run": (plots.learning_curve, plots.mismatch, plots.rates),
+    "smollm2_sums": (plots.learning_curve, plots.mismatch),
+}
 
-def main(run_dir: str) -> None:
-    """Learning curve, mismatch and rates of one run, side by side."""
-    run = read_run(Path(run_dir))
+
+def main(name: str, *run_dirs: str) -> None:
+    """The figure's plots of all runs, side by side."""
+    runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
     pictures = []
-    for plot in (plots.learning_curve, plots.mismatch, plots.rates):
+    for plot in FIGURES[name]:
         file = io.BytesIO()
-        plot([run]).savefig(file, facecolor="white", dpi=110, format="png")
+        plot(runs).savefig(file, facecolor="white", dpi=110, format="png")
         file.seek(0)
         pictures.append(matplotlib.image.imread(file, format="png")[..., :3])
     height = max(p.shape[0] for p in pictures)
     padded = [np.pad(p, ((0, height - p.shape[0]), (0, 0), (0, 0)), constant_values=1) for p in pictures]
-    matplotlib.image.imsave(Path(__file__).parent / "images" / "default_run.png", np.concatenate(padded, axis=1))
+    matplotlib.image.imsave(Path(__file__).parent / "images" / f"{name}.png", np.concatenate(padded, axis=1))
 
 
 if __name__ == "__main__":

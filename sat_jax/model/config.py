@@ -93,7 +93,7 @@ class ModelConfig:
             "decoder_sparse_step", "max_position_embeddings",
         ):  # fmt: skip
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1; correct it where the model is described")
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1; correct the model's description")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
