@@ -8,8 +8,8 @@ Prints one JSON object. The model is a Qwen3-MoE of 9.2 M parameters (vocabulary
 top-4 of 128), the batch 8 x 256 tokens of which the last 192 are trained on, everything float32. Speed is compared on
 checked work: both sides report the loss and the global gradient norm of their first step, which must agree to 1e-4.
 
-Both sides allocate their arrays anew in every step and profit from huge pages: ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``
-in the environment reaches both.
+Both sides allocate their arrays anew in every step and profit from huge pages: set
+``GLIBC_TUNABLES=glibc.malloc.hugetlb=1`` in the environment.
 
 ``step_ms`` is the best of the repetitions, ``step_cpu_ms`` CPU time of all threads per step, ``peak_mb`` the largest
 resident memory while stepping (Linux; without what loading and compiling took before). Measure alone: another process
