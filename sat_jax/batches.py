@@ -61,6 +61,11 @@ class Batches:
         shown_log_probs = self._shown_log_probs(groups[: self._config.samples_per_step], batch.tokens.shape[1], params)
         return batch.replace(**updates), shown_log_probs  # type: ignore[attr-defined]  # flax.struct adds replace at run time
 
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raises ``ValueError`` where waiting groups cannot be trained on, having been sampled under other settings."""
+        for group in groups:
+            self._make([group], rows=None, multiple=1)
+
     def keep(self, params: Any, version: int) -> None:
         """Weights of versions that waiting groups may still have been sampled with, where they are needed again."""
         if not self.keeps_sampler:
@@ -87,17 +92,18 @@ class Batches:
         multiple = self._programs.row_ways * learner.micro_batches
         if learner.packing:
             multiple *= max(1, rows // (_PACKED_SIZES * multiple))
-        return self._programs.place(
-            make_batch(
-                groups,
-                widths=self.widths,
-                rows=None if learner.packing else rows,
-                rows_multiple=multiple,
-                routes=self._routes,
-                support=self.support,
-                packing=learner.packing,
-                pad_id=self._pad_id,
-            )
+        return self._programs.place(self._make(groups, None if learner.packing else rows, multiple))
+
+    def _make(self, groups: Sequence[Group], rows: int | None, multiple: int) -> Batch:
+        return make_batch(
+            groups,
+            widths=self.widths,
+            rows=rows,
+            rows_multiple=multiple,
+            routes=self._routes,
+            support=self.support,
+            packing=self._config.learner.packing,
+            pad_id=self._pad_id,
         )
 
     def _shown_log_probs(self, groups: Sequence[Group], width: int, params: Any) -> list[np.ndarray]:

@@ -67,7 +67,7 @@ class Checkpoints:
                 ),
             )
         except (ValueError, KeyError, TypeError, OSError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
             raise ValueError(
                 f"checkpoint {step} in {self._folder} is damaged or does not fit this configuration ({reason:.200}): "
                 "resume with the model and optimizer that wrote it, or remove its folder to go on from an older one"

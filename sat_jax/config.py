@@ -271,6 +271,8 @@ def check(config: ExperimentConfig) -> None:
         ("rollout.max_staleness", rollout.max_staleness),
         ("rollout.queue_groups", rollout.queue_groups),
         ("checkpoint_interval", config.checkpoint_interval),
+        ("samples_per_step", config.samples_per_step),
+        ("evaluation.interval", config.evaluation.interval),
     ):
         if value < 0:
             raise ValueError(f"{name} = {value}: must not be negative")
@@ -305,8 +307,14 @@ def check(config: ExperimentConfig) -> None:
             f"sampling.temperature = {config.sampling.temperature}: greedy decoding explores nothing; use a "
             "value above 0"
         )
-    if not 0 <= config.optimizer.lr < math.inf:
-        raise ValueError(f"optimizer.lr = {config.optimizer.lr}: must be finite and not negative")
+    rates = {"optimizer.lr": config.optimizer.lr, "evaluation.temperature": config.evaluation.temperature}
+    if config.warm_start is not None:
+        rates["warm_start.lr"] = config.warm_start.lr
+    for name, rate in rates.items():
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"{name} = {rate}: must be finite and not negative")
+    if not 0 < config.evaluation.top_p <= 1:
+        raise ValueError(f"evaluation.top_p = {config.evaluation.top_p}: must lie in (0, 1]; 1 turns it off")
 
 
 def replays_support(config: ExperimentConfig) -> bool:

@@ -182,6 +182,8 @@ def load_policy(hf_dir: str | Path, dtype: str = "float32", shardings: model.Par
             outside the model's vocabulary.
     """
     folder = Path(hf_dir)
+    if (folder / "metrics.jsonl").is_file():
+        raise ValueError(f"{folder} is a run folder: `sat-jax export {folder} --out HF_DIR`, then load that")
     config = model.read_config(folder)
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     if tokenizer is not None:

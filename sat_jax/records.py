@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"``, or the list of what is there when nothing is close."""
-    known = sorted(known)
+    known = sorted(set(known))
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
 

@@ -29,7 +29,7 @@ from sat_jax.evaluation import Evaluation, evaluate
 from sat_jax.host_metrics import rollout_metrics, sample_records
 from sat_jax.learner import LearnerSpec
 from sat_jax.metrics import MetricsWriter
-from sat_jax.process import StopRequest, locked, remove, stop_on_signal, write_config
+from sat_jax.process import CONFIG_FILE, StopRequest, locked, remove, stop_on_signal, write_config
 from sat_jax.programs import Programs
 from sat_jax.report import write_report
 from sat_jax.rollout.engine import Engine, SamplingParams
@@ -82,7 +82,8 @@ class Trainer:
                 stack.enter_context(locked(self.run_dir))
                 checkpoints = Checkpoints(self.run_dir / "checkpoints")
                 stack.callback(checkpoints.close)
-                restored = self._restore(checkpoints, programs, stream) if self._resume else None
+                batches = Batches(self.config, policy, programs, context)
+                restored = self._restore(checkpoints, programs, batches, stream) if self._resume else None
             except (ValueError, OSError):
                 if fresh:
                     remove(self.run_dir)
@@ -104,6 +105,7 @@ class Trainer:
                 policy,
                 problems,
                 programs,
+                batches,
                 context,
                 stream,
                 checkpoints,
@@ -123,7 +125,9 @@ class Trainer:
         print(f"report: {self.run_dir / 'report.html'}")
         return 0
 
-    def _restore(self, checkpoints: Checkpoints, programs: Programs, stream: PromptStream) -> _Restored | None:
+    def _restore(
+        self, checkpoints: Checkpoints, programs: Programs, batches: Batches, stream: PromptStream
+    ) -> _Restored | None:
         """The newest checkpoint, checked against this configuration; None where there is none yet."""
         step = checkpoints.latest_step()
         if step is None:
@@ -133,6 +137,13 @@ class Trainer:
                 f"{self.run_dir} is at step {step} already, steps = {self.config.steps} lies behind it: raise --steps"
             )
         restored = _Restored(*checkpoints.restore(step, programs.abstract_state()))
+        try:
+            batches.check(restored.groups)
+        except ValueError as error:
+            raise ValueError(
+                f"groups that wait in the checkpoint of step {step} were sampled under other settings ({error}): "
+                f"resume with the sampling.* and learner.* settings of {self.run_dir / CONFIG_FILE}"
+            ) from error
         stream.set_state(restored.host["stream"] | {"position": restored.host["queue"]["cursor"]})
         return restored
 
@@ -155,6 +166,7 @@ class _Run:
         policy: setup.Policy,
         problems: setup.Problems,
         programs: Programs,
+        batches: Batches,
         context: int,
         stream: PromptStream,
         checkpoints: Checkpoints,
@@ -163,7 +175,7 @@ class _Run:
         stop: StopRequest,
     ) -> None:
         self.config, self.run_dir, self.policy, self.problems = config, run_dir, policy, problems
-        self.programs, self.batches = programs, Batches(config, policy, programs, context)
+        self.programs, self.batches = programs, batches
         self.context, self.stream, self.checkpoints = context, stream, checkpoints
         self.writer, self.display, self.stop = writer, display, stop
         self.version = 0

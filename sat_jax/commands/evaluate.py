@@ -58,6 +58,8 @@ def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
     """Samples, grades and prints."""
     if options.k < 1:
         raise ValueError(f"-k {options.k}: at least one sample per problem is needed")
+    if options.problems < 0:
+        raise ValueError(f"--problems {options.problems}: must not be negative; 0 takes all")
     run = run_config(options.model)
     config = run or ExperimentConfig(
         policy=PolicyConfig(path=str(options.model)),

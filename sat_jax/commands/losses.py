@@ -43,7 +43,7 @@ def methods(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> Non
 
 def inspect(
     batch: tyro.conf.Positional[Path],
-    method: str = "sat-gspo",
+    method: str = "",
     compare: str = "",
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     grad: Path | None = None,
@@ -62,7 +62,7 @@ def inspect(
     Args:
         batch: An .npz with log_probs, behavior_log_probs, advantages, loss_mask (and optional arrays), or a folder of
             them. The names of verl, slime and TRL are recognised.
-        method: Named method; see `sat-jax methods`.
+        method: Named method, see `sat-jax methods`; sat-gspo where neither it nor --compare names one.
         compare: Comma-separated methods to show side by side.
         as_json: Print one JSON object.
         grad: Write d loss / d log_probs as `grad` [B, T] to this .npz.
@@ -78,7 +78,8 @@ def inspect(
     """
     from sat_jax import inspection
 
-    names = [name.strip() for name in compare.split(",") if name.strip()] or [method]
+    asked = [name.strip() for name in (method, *compare.split(",")) if name.strip()]
+    names = list(dict.fromkeys(asked)) or ["sat-gspo"]
     configs = [
         inspection.configure(
             name,

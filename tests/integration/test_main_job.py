@@ -229,6 +229,21 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
     assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before
 
 
+def test_waiting_groups_are_checked_against_what_a_resume_changes(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "checkpoints" / "6")  # step 3 has groups in its queue
+    before = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()}
+    for change in (["--sampling.top_k", "4"], ["--sampling.max_new_tokens", "1"]):
+        assert main(["train", "--resume", "--out", str(run), *change]) == 2
+        error = capsys.readouterr().err
+        assert "wait in the checkpoint of step 3 were sampled under other settings" in error
+        assert f"settings of {run / 'config.json'}" in " ".join(error.split())
+    assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before
+
+
 def test_a_second_process_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
 
