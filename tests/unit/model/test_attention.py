@@ -49,7 +49,7 @@ def test_padding_and_other_segments_are_neither_seen_nor_taught():
     def mine(q, k, v):
         return jnp.sum(jnp.sin(self_attention(q, k, v, segments, 1024)[:, 2:5]))
 
-    gradients = jax.grad(mine, (0, 1, 2))(q, k, v)
+    gradients = jax.jit(jax.grad(mine, (0, 1, 2)))(q, k, v)
     for gradient in gradients:
         assert not np.asarray(gradient)[:, others].any()
         assert np.abs(np.asarray(gradient)[:, ~others]).max() > 1e-2
@@ -59,8 +59,10 @@ def test_padding_and_other_segments_are_neither_seen_nor_taught():
 
 def test_bfloat16_accumulates_in_float32():
     args = inputs(150, dtype=jnp.bfloat16)
-    exact = both(plain, *(a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in args))
-    for a, b in zip(both(lambda *x: self_attention(*x, 32), *args), exact, strict=True):
+    wide = [a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in args]
+    exact = jax.jit(lambda *x: both(plain, *x))(*wide)
+    found = jax.jit(lambda *x: both(lambda *y: self_attention(*y, 32), *x))(*args)
+    for a, b in zip(found, exact, strict=True):
         assert a.dtype == jnp.bfloat16
         scale = np.abs(b).max()
         np.testing.assert_allclose(a.astype(jnp.float32) / scale, b / scale, atol=0.02)
