@@ -264,9 +264,14 @@ def _slots(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weight
         return _sum_rows(y.reshape(E * room, -1), cell.reshape(N, K), weights)
 
     largest = jnp.max(jnp.where(flat < E, rank, 0))
-    rooms = _rooms(N, N * K / E)
+    rooms = _rooms(N, N * K / E) if gate.size > _SMALL else [N]
     branches = [functools.partial(with_room, room) for room in rooms]
     return jax.lax.switch(jnp.sum(largest >= jnp.array(rooms[:-1], jnp.int32)), branches)
+
+
+_SMALL = 2**17
+"""Up to this many weights a projection stays in a core's cache: then a choice of rooms costs more to compile than it
+saves."""
 
 
 def _rooms(tokens: int, mean: float) -> list[int]:

@@ -16,6 +16,8 @@ from sat_jax import setup
 from sat_jax.config import LearnerConfig, MeshConfig, check
 from tests.integration.tiny import tiny, variant
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 _TIMED = ("perf/", "rollout/tokens_per_s", "time", "async/queue_groups")
 _OF_D = ("sat/", "train/clip_fraction")

@@ -17,6 +17,8 @@ from sat_jax.trainer import Trainer
 from tests.integration.test_main_job import _at_step
 from tests.integration.tiny import tiny, variant
 
+pytestmark = pytest.mark.slow
+
 TRUNCATED = SamplingParams(max_new_tokens=4, top_k=6, top_p=0.7, min_p=0.01)
 
 

@@ -233,8 +233,9 @@ def test_the_choice_of_implementation():
 
 
 @pytest.mark.parametrize("crowded", [False, True])
-def test_slots_hold_any_load_and_a_token_does_not_notice(crowded):
+def test_slots_hold_any_load_and_a_token_does_not_notice(crowded, monkeypatch):
     """32 tokens and room for 16 with each of 8 experts: a crowd that wants one expert gets the full room instead."""
+    monkeypatch.setattr(moe, "_SMALL", 0)
     N, experts, D, F = 32, 8, 16, 12
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
