@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 from sat_jax.model import layers
 from sat_jax.model.attention import attend, self_attention
 from sat_jax.model.config import LayerRun, ModelConfig
+from sat_jax.model.experts import MoEImplementation
 from sat_jax.model.head import HEAD_COLUMNS, head_matrix
-from sat_jax.model.moe import MoEImplementation, RouterOutput, moe_mlp
+from sat_jax.model.moe import RouterOutput, moe_mlp
 from sat_jax.model.parameters import Params
 from sat_jax.model.sharding import Placement, cache_sharding, constrain
 
@@ -36,7 +37,7 @@ class ForwardOptions:
             ``full`` keeps only the layer's input.
         scan_layers: compile one layer per run and loop; False unrolls, which compiles longer and can run a little
             faster.
-        moe: implementation of the mixture layers, see ``sat_jax.model.moe``.
+        moe: implementation of the mixture layers, see ``sat_jax.model.experts``.
         attention_block: queries whose scores are in memory at once.
         placement: mesh and rules for activations, or None.
     """

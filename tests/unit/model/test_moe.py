@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sat_jax import model
+from sat_jax.model import experts as experts_of
 from sat_jax.model import moe
 
 CFG = model.ModelConfig(
@@ -109,7 +110,7 @@ def test_padding_changes_nobody_and_is_not_counted(implementation):
 def test_rows_of_a_block_have_one_expert_and_every_assignment_has_one_row(block, seed, group):
     rng = np.random.default_rng(seed)
     indices = rng.integers(0, E + 1, (11, K)) if seed else np.full((11, K), 2)
-    at = moe._layout(jnp.asarray(indices), E, block, group)
+    at = experts_of._layout(jnp.asarray(indices), E, block, group)
     slot, row, owner = (np.asarray(a) for a in (at.slot, at.row, at.block_expert))
     flat = indices.reshape(-1)
     for i, e in enumerate(flat):
@@ -226,16 +227,16 @@ def test_auxiliary_losses_of_micro_batches_add_up():
 
 
 def test_the_choice_of_implementation():
-    assert moe.choose_implementation(4096, 128, 8, "tpu") == "ragged"
-    assert moe.choose_implementation(16, 16, 4, "cpu") == "slots"  # a decode step: the weights are read anyway
-    assert moe.choose_implementation(1, 128, 8, "cpu") == "blocked"  # few experts are touched: read only those
-    assert moe.choose_implementation(2048, 16, 4, "cpu") == "blocked"
+    assert experts_of.choose_implementation(4096, 128, 8, "tpu") == "ragged"
+    assert experts_of.choose_implementation(16, 16, 4, "cpu") == "slots"  # a decode step: the weights are read anyway
+    assert experts_of.choose_implementation(1, 128, 8, "cpu") == "blocked"  # few experts are touched: read only those
+    assert experts_of.choose_implementation(2048, 16, 4, "cpu") == "blocked"
 
 
 @pytest.mark.parametrize("crowded", [False, True])
 def test_slots_hold_any_load_and_a_token_does_not_notice(crowded, monkeypatch):
     """32 tokens and room for 16 with each of 8 experts: a crowd that wants one expert gets the full room instead."""
-    monkeypatch.setattr(moe, "_SMALL", 0)
+    monkeypatch.setattr(experts_of, "_SMALL", 0)
     N, experts, D, F = 32, 8, 16, 12
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
@@ -246,9 +247,9 @@ def test_slots_hold_any_load_and_a_token_does_not_notice(crowded, monkeypatch):
     if crowded:
         indices[1:] = [3, 5]
     indices[7] = experts  # padding
-    program = jax.jit(moe._slots)
+    program = jax.jit(experts_of._slots)
     found = program(x, jnp.asarray(indices), weights.at[7].set(0), mlp)
-    expected = moe._dense(x, jnp.asarray(indices), weights.at[7].set(0), mlp)
+    expected = experts_of._dense(x, jnp.asarray(indices), weights.at[7].set(0), mlp)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
     assert not np.asarray(found)[7].any()
     np.testing.assert_array_equal(found[0], program(x, jnp.asarray(even), weights, mlp)[0])
