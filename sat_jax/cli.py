@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import tyro
 
-from sat_jax.records import nearest
+from sat_jax.dataclass_json import nearest
 
 
 class Command(NamedTuple):

@@ -17,10 +17,10 @@ from typing import Literal
 
 from sat_jax import losses
 from sat_jax.data.prompts import PromptOptions
+from sat_jax.dataclass_json import nearest
 from sat_jax.losses import LossConfig
 from sat_jax.losses.advantages import AdvantageKind
 from sat_jax.model import ModelConfig
-from sat_jax.records import nearest
 from sat_jax.rollout.engine import MAX_SUPPORT, SamplingParams
 from sat_jax.rollout.schedule import Schedule, batchwise, fixed_delay, free_running, synchronous
 

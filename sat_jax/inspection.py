@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sat_jax import losses
+from sat_jax.dataclass_json import nearest
 from sat_jax.losses import LossConfig, LossInputs
 from sat_jax.losses.tokens import prepare, rule_summaries, token_terms
-from sat_jax.records import nearest
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "log_probs": ("log_prob", "per_token_logps", "logps", "new_log_probs", "current_log_probs"),

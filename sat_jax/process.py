@@ -19,7 +19,7 @@ import jax
 
 from sat_jax import __version__
 from sat_jax.config import ExperimentConfig
-from sat_jax.records import to_dict
+from sat_jax.dataclass_json import to_dict
 
 CONFIG_FILE = "config.json"
 

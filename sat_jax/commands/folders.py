@@ -11,7 +11,7 @@ import jax
 from sat_jax import learner, setup
 from sat_jax.checkpoint import Checkpoints
 from sat_jax.config import ExperimentConfig
-from sat_jax.records import from_dict
+from sat_jax.dataclass_json import from_dict
 
 
 def run_config(folder: Path) -> ExperimentConfig | None:

@@ -16,7 +16,7 @@ import tyro
 
 from sat_jax.cli import UsageError, parse
 from sat_jax.config import ExperimentConfig, check, load_config
-from sat_jax.records import field_paths, from_dict
+from sat_jax.dataclass_json import field_paths, from_dict
 
 _DEFAULT = "mix6"
 _DEFAULT_FOR_REAL_INPUT = "post_train"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, TypeVar, get_args
 
+from sat_jax.dataclass_json import nearest
 from sat_jax.losses.kl import KlType
 from sat_jax.losses.ratios import Unit
 from sat_jax.losses.rules.base import Kind, Rule, Surrogate
@@ -23,7 +24,6 @@ from sat_jax.losses.rules.spo import Spo
 from sat_jax.losses.rules.tis import Tis
 from sat_jax.losses.rules.tis_reinforce import TisReinforce
 from sat_jax.losses.rules.unclipped import Unclipped
-from sat_jax.records import nearest
 
 R = TypeVar("R", bound=Rule)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from sat_jax.dataclass_json import nearest
 from sat_jax.losses.config import LossConfig
-from sat_jax.records import nearest
 
 REPLAY_SUFFIX = "-r3"
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from sat_jax.records import nearest
+from sat_jax.dataclass_json import nearest
 
 ModelType = Literal["qwen3_moe", "qwen3", "llama", "mixtral"]
 

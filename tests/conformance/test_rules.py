@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from sat_jax import losses
+from sat_jax.dataclass_json import from_dict, to_dict
 from sat_jax.losses import LossConfig, LossInputs
-from sat_jax.records import from_dict, to_dict
 from tests.conformance.subjects import KINDS, batch, compiled, discovered, subjects
 
 EACH = pytest.mark.parametrize("config", subjects().values(), ids=subjects().keys())

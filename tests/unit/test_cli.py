@@ -13,7 +13,7 @@ import pytest
 from sat_jax.cli import COMMANDS, main
 from sat_jax.commands.train import parse_options
 from sat_jax.config import ExperimentConfig, config_functions, load_config
-from sat_jax.records import from_dict, to_dict
+from sat_jax.dataclass_json import from_dict, to_dict
 
 
 def _mistake(capsys: pytest.CaptureFixture[str], *args: str) -> str:

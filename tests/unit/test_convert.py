@@ -15,7 +15,7 @@ from sat_jax import learner, load_policy, model, setup
 from sat_jax.checkpoint import Checkpoints
 from sat_jax.cli import main
 from sat_jax.config import ExperimentConfig, load_config
-from sat_jax.records import to_dict
+from sat_jax.dataclass_json import to_dict
 
 LLAMA = model.ModelConfig(
     model_type="llama",

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from sat_jax.records import field_paths, from_dict, nearest, to_dict
+from sat_jax.dataclass_json import field_paths, from_dict, nearest, to_dict
 
 
 @dataclass(frozen=True)
