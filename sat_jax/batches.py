@@ -14,7 +14,7 @@ from sat_jax import setup
 from sat_jax.config import ExperimentConfig
 from sat_jax.data.batching import make_batch, width_buckets
 from sat_jax.host_metrics import shown
-from sat_jax.programs import Programs
+from sat_jax.learner.compiled import Programs
 from sat_jax.rollout.weights import copy_params
 from sat_jax.types import Batch, Group
 

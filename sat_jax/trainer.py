@@ -28,9 +28,9 @@ from sat_jax.display import Display
 from sat_jax.evaluation import Evaluation, evaluate
 from sat_jax.host_metrics import rollout_metrics, sample_records
 from sat_jax.learner import LearnerSpec
+from sat_jax.learner.compiled import Programs
 from sat_jax.metrics import MetricsWriter
 from sat_jax.process import CONFIG_FILE, StopRequest, locked, remove, stop_on_signal, write_config
-from sat_jax.programs import Programs
 from sat_jax.report import write_report
 from sat_jax.rollout.engine import Engine, SamplingParams
 from sat_jax.rollout.ledger import Ledger, read_ledger

@@ -18,8 +18,6 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": NOUNS | {"losses"},
     "model": NOUNS,
     "learner": NOUNS | {"losses", "kernels", "model"},
-    "programs": NOUNS | {"model", "learner"},
-    "aot": NOUNS | {"model", "learner", "programs"},
     "checkpoint": NOUNS,
     "data": NOUNS,
     "rewards": NOUNS,

@@ -13,8 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sat_jax import learner, model
-from sat_jax.learner import LearnerSpec, Scores
+from sat_jax import model
+from sat_jax.learner.step import (
+    LearnerSpec,
+    Scores,
+    batch_shardings,
+    init_state,
+    score,
+    state_shardings,
+    supervised_step,
+    train_step,
+)
 from sat_jax.types import Batch, TrainState
 
 
@@ -26,7 +35,7 @@ def abstract(tree: Any, shardings: Any) -> Any:
 class Programs:
     """The compiled steps and passes of one run.
 
-    On the mesh of ``spec.forward.placement`` the training state is cut as ``learner.state_shardings`` says, rows of
+    On the mesh of ``spec.forward.placement`` the training state is cut as ``state_shardings`` says, rows of
     batches and of log-probs are dealt out, and metrics are on every device. Without a mesh all is on the first device.
 
     Attributes:
@@ -46,9 +55,9 @@ class Programs:
         self.spec = spec
         placement = spec.forward.placement
         self.row_ways = 1 if placement is None else placement.ways("batch")
-        self._places: Any = None if placement is None else learner.state_shardings(spec)
-        self.train_step = self._step(learner.train_step)
-        self.supervised_step = self._step(learner.supervised_step)
+        self._places: Any = None if placement is None else state_shardings(spec)
+        self.train_step = self._step(train_step)
+        self.supervised_step = self._step(supervised_step)
         # Passes under other weights than the learner's route natively: the replayed sets belong to the policy in
         # training.
         self.score_native = self._pass(dataclasses.replace(spec, routing_replay=False))
@@ -59,15 +68,13 @@ class Programs:
         """Step 0 from parameters that lie where they belong. They become part of the state, uncopied: its first step
         deletes them."""
         if self._places is None:
-            return learner.init_state(self.spec, params)
+            return init_state(self.spec, params)
         moments = jax.jit(self.spec.optimizer.init, out_shardings=self._places.opt_state)(params)
         return TrainState(jax.device_put(jnp.zeros((), jnp.int32), self._places.step), params, moments)
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of the training state: what a checkpoint is restored into, or compiled for."""
-        state: TrainState = jax.eval_shape(
-            partial(learner.init_state, self.spec), model.abstract_params(self.spec.model)
-        )
+        state: TrainState = jax.eval_shape(partial(init_state, self.spec), model.abstract_params(self.spec.model))
         if self._places is None:
             where: Any = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), state)
         else:
@@ -76,7 +83,7 @@ class Programs:
 
     def place(self, batch: Batch) -> Batch:
         """``batch`` with its rows dealt over the mesh; unchanged without one."""
-        return batch if self._places is None else jax.device_put(batch, learner.batch_shardings(self.spec, batch))
+        return batch if self._places is None else jax.device_put(batch, batch_shardings(self.spec, batch))
 
     def _step(self, step: Callable[..., Any]) -> Any:
         placement = self.spec.forward.placement
@@ -86,4 +93,4 @@ class Programs:
     def _pass(self, spec: LearnerSpec) -> Callable[[Any, Batch], Scores]:
         placement = spec.forward.placement
         rows = None if placement is None else placement.sharding(("batch",))
-        return jax.jit(partial(learner.score, spec), out_shardings=rows)
+        return jax.jit(partial(score, spec), out_shardings=rows)

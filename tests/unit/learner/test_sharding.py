@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from sat_jax import learner
-from tests.unit.test_learner import _spec
+from tests.unit.learner.test_step import _spec
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def report() -> dict[str, Any]:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "tests.unit.learner_sharded_main"]
+    command = [sys.executable, "-m", "tests.unit.learner.sharded_main"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sat_jax import learner, losses, model
-from sat_jax.learner import LearnerSpec
+from sat_jax.learner import LearnerSpec, step
 from sat_jax.types import NATIVE_ROUTE, NO_TOKEN, Batch
 
 CONFIG = model.ModelConfig(
@@ -118,9 +118,9 @@ def test_gates_of_micro_batches_are_those_of_the_whole_batch(params: Any, batch:
 
 def test_rows_come_back_in_their_order() -> None:
     x = jnp.arange(24).reshape(12, 2)
-    np.testing.assert_array_equal(learner._join(learner._split(x, 3)), x)
+    np.testing.assert_array_equal(step._join(step._split(x, 3)), x)
     with pytest.raises(ValueError, match="12 rows are not a multiple of micro_batches = 5"):
-        learner._split(x, 5)
+        step._split(x, 5)
 
 
 def test_replayed_experts_decide_and_their_agreement_is_reported(params: Any, batch: Batch) -> None:

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from sat_jax import learner
-from sat_jax.learner import LearnerSpec
+from sat_jax.learner.compiled import Programs, abstract
+from sat_jax.learner.step import LearnerSpec, batch_shardings
 from sat_jax.model import MESH_AXES
-from sat_jax.programs import Programs, abstract
 from sat_jax.types import Batch
 
 
@@ -52,7 +51,7 @@ def abstract_batch(spec: LearnerSpec, rows: int, width: int) -> Batch:
         policy_versions=shape(jnp.int32),
         routed_experts=None if routes is None else shape(jnp.int32, *routes),
     )
-    return abstract(batch, learner.batch_shardings(spec, batch))
+    return abstract(batch, batch_shardings(spec, batch))
 
 
 def compile_train_step(spec: LearnerSpec, rows: int, width: int) -> jax.stages.Compiled:

@@ -12,7 +12,7 @@ import numpy as np
 from sat_jax import learner, losses, model
 from sat_jax.data.batching import Routes, make_batch
 from sat_jax.types import Batch, Group, Prompt, Trajectory
-from tests.unit.test_learner import CONFIG, _spec
+from tests.unit.learner.test_step import CONFIG, _spec
 
 LENGTHS = ((2, 6), (3, 2), (1, 4), (4, 3), (2, 2), (3, 5), (1, 1), (2, 3))
 ROUTES = Routes(len(CONFIG.moe_layers), CONFIG.num_experts_per_tok, CONFIG.num_experts)
