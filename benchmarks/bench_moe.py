@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sat_jax import learner, losses, model
+from sat_jax import hub, learner, losses, model
 from sat_jax.types import Batch
 
 CONFIG = model.ModelConfig(
@@ -101,9 +101,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder, batch = args.model or Path(scratch) / "model", args.batch or Path(scratch) / "batch.npz"
         if args.model is None:
-            model.save_hf(folder, CONFIG, model.init_params(jax.random.key(0), CONFIG))
+            hub.save_hf(folder, CONFIG, model.init_params(jax.random.key(0), CONFIG))
         if args.batch is None:
-            np.savez(batch, **random_batch(model.read_config(folder)))
+            np.savez(batch, **random_batch(hub.read_config(folder)))
         result: dict[str, object] = {"jax": jax.__version__, "python": sys.version.split()[0]}
         result["sat_jax"] = ours = measure(folder, dict(np.load(batch)), args.repeats)
         if args.peer:
@@ -128,7 +128,7 @@ def random_batch(cfg: model.ModelConfig) -> dict[str, np.ndarray]:
 
 def measure(folder: Path, arrays: dict[str, np.ndarray], repeats: int) -> dict[str, float]:
     """The learner's own step: what training runs, nothing left out."""
-    cfg = model.read_config(folder)
+    cfg = hub.read_config(folder)
     loss = dataclasses.replace(
         losses.method("grpo"), eps_low=EPS_LOW, eps_high=EPS_HIGH, loss_agg_mode="token-mean", kl_loss_coef=0.0
     )
@@ -140,7 +140,7 @@ def measure(folder: Path, arrays: dict[str, np.ndarray], repeats: int) -> dict[s
         routing_replay=False,
         forward=model.ForwardOptions(scan_layers=False),  # four layers: a tenth faster, three seconds more to compile
     )
-    state = learner.init_state(spec, model.load_params(folder, cfg))
+    state = learner.init_state(spec, hub.load_params(folder, cfg))
     batch = to_batch(arrays)
     step = jax.jit(functools.partial(learner.train_step, spec), donate_argnums=0)
     began = time.perf_counter()

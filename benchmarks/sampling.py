@@ -29,7 +29,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from sat_jax import model
+from sat_jax import hub, model
 from sat_jax.rollout.engine import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.types import Prompt
@@ -196,7 +196,7 @@ def run_peer(
         file = Path(folder) / "prompts.npy"
         np.save(file, np.repeat(prompts, work.group, axis=0))
         if name == "transformers":
-            command = [python, "-c", PEER, str(model.save_hf(Path(folder) / "model", work.cfg, params))]
+            command = [python, "-c", PEER, str(hub.save_hf(Path(folder) / "model", work.cfg, params))]
         else:
             command = [python, "-c", TUNIX, json.dumps(tunix_config(work.cfg))]
         done = subprocess.run(

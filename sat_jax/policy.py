@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from sat_jax import model
+from sat_jax import hub, model
 from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.rollout.engine import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
@@ -141,8 +141,8 @@ class Policy:
         )
 
     def save(self, hf_dir: str | Path) -> Path:
-        """Writes a Hugging Face folder that loads back to the same bits; errors as for ``model.save_hf``."""
-        return model.save_hf(hf_dir, self.config, self.params, source=self.source)
+        """Writes a Hugging Face folder that loads back to the same bits; errors as for ``hub.save_hf``."""
+        return hub.save_hf(hf_dir, self.config, self.params, source=self.source)
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -178,17 +178,17 @@ def load_policy(hf_dir: str | Path, dtype: str = "float32", shardings: model.Par
         shardings: ``model.param_shardings`` where the model is spread over devices.
 
     Raises:
-        FileNotFoundError, ValueError: as ``model.read_config`` and ``model.load_params``; a tokenizer that makes ids
+        FileNotFoundError, ValueError: as ``hub.read_config`` and ``hub.load_params``; a tokenizer that makes ids
             outside the model's vocabulary.
     """
     folder = Path(hf_dir)
     if (folder / "metrics.jsonl").is_file():
         raise ValueError(f"{folder} is a run folder: `sat-jax export {folder} --out HF_DIR`, then load that")
-    config = model.read_config(folder)
+    config = hub.read_config(folder)
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     if tokenizer is not None:
         tokenizer.check_vocabulary(config.vocab_size)
-    return Policy(config, model.load_params(folder, config, dtype, shardings), tokenizer, folder)
+    return Policy(config, hub.load_params(folder, config, dtype, shardings), tokenizer, folder)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from sat_jax import kernels, losses, model
+from sat_jax import hub, kernels, losses, model
 from sat_jax.config import ExperimentConfig, replays_support
 from sat_jax.data.batching import Routes, Support
 from sat_jax.data.prompts import PromptReport, load_prompts
@@ -107,7 +107,7 @@ def build_policy(config: ExperimentConfig, run_dir: Path, placement: Placement |
     source = config.policy
     if source.path:
         folder = Path(source.path)
-        model_config = model.read_config(folder)
+        model_config = hub.read_config(folder)
         tokenizer_folder = Path(source.tokenizer) if source.tokenizer else folder
     else:
         if source.init is None:
@@ -127,7 +127,7 @@ def build_policy(config: ExperimentConfig, run_dir: Path, placement: Placement |
         )
     where = None if placement is None else model.param_shardings(model_config, placement.mesh)
     params = (
-        model.load_params(source.path, model_config, "float32", where)
+        hub.load_params(source.path, model_config, "float32", where)
         if source.path
         else model.init_params(jax.random.key(config.seed), model_config, "float32", where)
     )

@@ -9,10 +9,10 @@ from typing import Literal
 import jax
 import tyro
 
-from sat_jax import model, setup
+from sat_jax import hub, model, setup
 from sat_jax.commands.folders import checkpoint_params, run_config
-from sat_jax.model import gguf
-from sat_jax.model import upcycle as upcycling
+from sat_jax.hub import gguf
+from sat_jax.hub import upcycle as upcycling
 from sat_jax.policy import load_policy
 
 Dtype = Literal["float32", "bfloat16"]
@@ -74,7 +74,7 @@ def export(source: tyro.conf.Positional[Path], out: Path, dtype: Dtype = "float3
         stored, step = checkpoint_params(folder, config, trained, step)
         cfg, files, origin = _with_token_ids(trained), trained.folder, f"{folder}, step {step}"
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), stored)
-    model.save_hf(out, cfg, params, source=files)
+    hub.save_hf(out, cfg, params, source=files)
     print(f"{out}: {cfg.model_type}, {_size(cfg)}, {dtype}, from {origin}")
 
 

@@ -1,8 +1,7 @@
 """Policies: Qwen3-MoE, dense Qwen3 and Llama. Pure functions of a parameter tree that one table describes."""
 
-from sat_jax.model.config import LayerRun, ModelConfig, config_from_hf, config_to_hf, read_config
+from sat_jax.model.config import LayerRun, ModelConfig
 from sat_jax.model.head import TokenLogProbs, logits, token_log_probs
-from sat_jax.model.huggingface import load_params, save_hf
 from sat_jax.model.moe import RouterOutput, load_balancing_loss, router_z_loss
 from sat_jax.model.parameters import Parameter, Params, abstract_params, init_params, parameter_count, parameter_table
 from sat_jax.model.routing import RouteLayout, validate_routes
@@ -38,21 +37,16 @@ __all__ = [
     "cache_bytes",
     "cache_sharding",
     "check_mesh",
-    "config_from_hf",
-    "config_to_hf",
     "extend",
     "forward",
     "init_cache",
     "init_params",
     "load_balancing_loss",
-    "load_params",
     "logits",
     "param_shardings",
     "parameter_count",
     "parameter_table",
-    "read_config",
     "router_z_loss",
-    "save_hf",
     "split_layers",
     "token_log_probs",
     "validate_routes",

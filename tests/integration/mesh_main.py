@@ -18,7 +18,7 @@ from sat_jax.commands.folders import checkpoint_params
 from sat_jax.config import ExperimentConfig, MeshConfig
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.trainer import Trainer, _Run
-from tests.integration.tiny import tiny
+from tests.helpers.tiny import tiny
 
 MESH = MeshConfig(data=2, fsdp=2, expert=2)
 OTHER = MeshConfig(fsdp=2, tensor=2, expert=2)

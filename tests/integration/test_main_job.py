@@ -21,7 +21,7 @@ from sat_jax.config import ExperimentConfig, LearnerConfig
 from sat_jax.metrics import METRICS, MetricsWriter
 from sat_jax.rollout.ledger import audit, read_ledger
 from sat_jax.trainer import INTERRUPTED, Trainer
-from tests.integration.tiny import tiny, variant
+from tests.helpers.tiny import tiny, variant
 
 # What a clock decides; everything else repeats.
 _TIMED = ("perf/", "rollout/tokens_per_s", "time")

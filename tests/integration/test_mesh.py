@@ -14,7 +14,7 @@ import pytest
 
 from sat_jax import setup
 from sat_jax.config import LearnerConfig, MeshConfig, check
-from tests.integration.tiny import tiny, variant
+from tests.helpers.tiny import tiny, variant
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 from safetensors.numpy import load_file
 
-from sat_jax import losses, model
+from sat_jax import hub, losses, model
 from sat_jax.losses import LossConfig, LossInputs
 
 DATA = Path(__file__).parents[1] / "data"
@@ -70,7 +70,7 @@ class Rows:
 @functools.cache
 def programs() -> tuple[Any, Any, Any]:
     """Forward pass, optimizer and update step, compiled once for all settings."""
-    rows, cfg, loss_fn = Rows(), model.read_config(CHECKPOINT), losses.make_loss(CONFIG)
+    rows, cfg, loss_fn = Rows(), hub.read_config(CHECKPOINT), losses.make_loss(CONFIG)
     tokens, segments = jnp.asarray(rows.tokens), jnp.asarray(rows.segments)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.01)
@@ -96,9 +96,9 @@ def programs() -> tuple[Any, Any, Any]:
 
 
 def train(prefix: str = "", temperature: float = 1.0, aux: float = 0.0) -> dict[str, Any]:
-    g, rows, cfg = golden(), Rows(), model.read_config(CHECKPOINT)
+    g, rows, cfg = golden(), Rows(), hub.read_config(CHECKPOINT)
     log_probs, optimizer, step = programs()
-    params = model.load_params(CHECKPOINT, cfg, dtype="float32")
+    params = hub.load_params(CHECKPOINT, cfg, dtype="float32")
     start, _ = log_probs(params, jnp.float32(temperature))  # old and reference policy: the initial weights
     inputs = LossInputs(
         log_probs=start,
@@ -122,7 +122,7 @@ def train(prefix: str = "", temperature: float = 1.0, aux: float = 0.0) -> dict[
 
 
 def by_hub_name(cfg: model.ModelConfig, params: Any, folder: Path) -> dict[str, np.ndarray]:
-    model.save_hf(folder, cfg, params)
+    hub.save_hf(folder, cfg, params)
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from sat_jax import learner, load_policy, model, setup
+from sat_jax import hub, learner, load_policy, model, setup
 from sat_jax.checkpoint import Checkpoints
 from sat_jax.cli import main
 from sat_jax.config import ExperimentConfig, load_config
@@ -112,7 +112,7 @@ def test_bfloat16_on_request(run: tuple[Path, dict[int, model.Params]], tmp_path
 
 def test_a_folder_is_exported_again(tmp_path: Path) -> None:
     params = model.init_params(jax.random.key(0), LLAMA)
-    dense = model.save_hf(tmp_path / "dense", LLAMA, params)
+    dense = hub.save_hf(tmp_path / "dense", LLAMA, params)
     assert main(["export", str(dense), "--out", str(tmp_path / "again")]) == 0
     _same(load_policy(tmp_path / "again").params, params)
 
@@ -153,12 +153,12 @@ def test_exports_that_cannot_be(
 def test_upcycle_from_the_command_line(
     tmp_path: Path, mistake: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dense = model.save_hf(tmp_path / "dense", LLAMA, model.init_params(jax.random.key(0), LLAMA))
+    dense = hub.save_hf(tmp_path / "dense", LLAMA, model.init_params(jax.random.key(0), LLAMA))
     out = tmp_path / "moe"
     assert "--top-k 5 with --experts 4" in mistake("upcycle", dense, "--top-k", "5", "--out", out)
     assert "--out" in mistake("upcycle", dense)
     assert main(["upcycle", str(dense), "--experts", "4", "--top-k", "2", "--out", str(out)]) == 0
     assert "mixtral, 2 of 4 experts in 2 layers" in capsys.readouterr().out
-    assert model.read_config(out).num_experts == 4
+    assert hub.read_config(out).num_experts == 4
     assert "not empty" in mistake("upcycle", dense, "--out", out)
     assert "'mixtral' is a mixture already" in mistake("upcycle", out, "--out", tmp_path / "twice")

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from synthetic_run import evaluation, make_run, step_metrics, write_config
 
 from sat_jax.display import Display, duration, sparkline, summary_table
 from sat_jax.run_folder import read_run
+from tests.helpers.synthetic_run import evaluation, make_run, step_metrics, write_config
 
 
 class Clock:

@@ -9,12 +9,12 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
-from synthetic_run import make_run, write_config
 
 from sat_jax import plots
 from sat_jax.metrics import MetricsWriter
 from sat_jax.plots.parts import binned, smoothed
 from sat_jax.run_folder import Run, read_run
+from tests.helpers.synthetic_run import make_run, write_config
 
 FIGURES = [
     plots.learning_curve,

@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from synthetic_run import make_run, write_config
 
 from sat_jax.cli import main
 from sat_jax.metrics import MetricsWriter
@@ -14,6 +13,7 @@ from sat_jax.report import render, write_report
 from sat_jax.report.page import PANELS
 from sat_jax.report.samples import MAX_TOKENS, pick_samples
 from sat_jax.run_folder import Run, read_run
+from tests.helpers.synthetic_run import make_run, write_config
 
 VOID = {"meta", "input", "br", "path", "use", "rect", "link", "img"}
 

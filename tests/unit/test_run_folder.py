@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_run import make_run, write_config
 
 from sat_jax.metrics import MetricsWriter
 from sat_jax.run_folder import flatten, outcome, read_run, sat_window
+from tests.helpers.synthetic_run import make_run, write_config
 
 
 def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:

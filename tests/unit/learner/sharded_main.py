@@ -12,7 +12,7 @@ import numpy as np
 
 from sat_jax import learner, losses, model
 from sat_jax.types import NO_TOKEN, Batch
-from tests.unit.model.common import MOE, init
+from tests.helpers.models import MOE, init
 from tests.unit.model.sharded_main import mesh_of
 
 MESHES = {"data": {"data": 8}, "mixed": {"data": 2, "fsdp": 2, "expert": 2}}

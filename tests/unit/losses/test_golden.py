@@ -13,8 +13,8 @@ import pytest
 
 from sat_jax import losses
 from sat_jax.losses import LossConfig, LossInputs
-from tests.unit.losses import golden
-from tests.unit.losses.golden import Case
+from tests.helpers import golden_losses as golden
+from tests.helpers.golden_losses import Case
 
 VARIANTS = golden.description()["variants"]
 NOT_OURS = {

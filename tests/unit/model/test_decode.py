@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from sat_jax import model
-
-from .common import DATA, LLAMA, MIXED, MOE, init, load, run
+from tests.helpers.models import DATA, LLAMA, MIXED, MOE, init, load, run
 
 S, T, M = 3, 9, 12
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from sat_jax import model
-
-from .common import DEFAULT, LLAMA, MIXED, MOE, init, run
+from tests.helpers.models import DEFAULT, LLAMA, MIXED, MOE, init, run
 
 RNG = np.random.default_rng(0)
 TOKENS = jnp.asarray(RNG.integers(0, MOE.vocab_size, (2, 10)), jnp.int32)

@@ -9,8 +9,7 @@ import pytest
 
 from sat_jax import model
 from sat_jax.model import parameters
-
-from .common import ATOL, DATA, GOLDEN, load
+from tests.helpers.models import ATOL, DATA, GOLDEN, load
 
 
 @functools.cache

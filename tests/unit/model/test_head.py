@@ -11,8 +11,7 @@ from sat_jax.model import head
 from sat_jax.rollout.engine import SamplingParams
 from sat_jax.rollout.sampling import RowParams, sample_recorded, uniforms
 from sat_jax.types import NO_TOKEN
-
-from .common import LLAMA, MOE
+from tests.helpers.models import LLAMA, MOE
 
 B, T, V, D = 3, 9, MOE.vocab_size, MOE.hidden_size
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from sat_jax.policy import load_policy
-
-from .common import ATOL, DATA
+from tests.helpers.models import ATOL, DATA
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ import pytest
 
 from sat_jax import model
 from sat_jax.model import RouteLayout, validate_routes
-
-from .common import LLAMA, MOE
+from tests.helpers.models import LLAMA, MOE
 
 CFG = dataclasses.replace(MOE, num_experts=4, num_experts_per_tok=2)  # 2 layers, both mixtures
 FIRST_DENSE = dataclasses.replace(

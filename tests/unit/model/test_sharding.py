@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType
 
 from sat_jax import model
+from tests.helpers.models import MOE
 
-from .common import MOE
 from .sharded_main import CASES
 
 ROOT = Path(__file__).parents[3]

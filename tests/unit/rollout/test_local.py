@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sat_jax import model
+from sat_jax import hub, model
 from sat_jax.data.batching import Support, check_support
 from sat_jax.rollout.engine import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
@@ -364,11 +364,11 @@ def test_greedy_decoding_matches_the_golden_checkpoints(name, split, monkeypatch
     """transformers' generate: tokens exactly, log-probs at temperature 1."""
     monkeypatch.setattr("sat_jax.rollout.local._SMALL_POLICY", 0 if split else 10**9)
     folder = Path(__file__).parents[2] / "data" / "model" / name
-    cfg = model.read_config(folder)
+    cfg = hub.read_config(folder)
     golden = np.load(folder / "greedy.npz")
     engine = LocalEngine(
         cfg,
-        model.load_params(folder, cfg, dtype="float32"),
+        hub.load_params(folder, cfg, dtype="float32"),
         n_slots=4,
         max_len=golden["prompt_ids"].shape[1] + golden["new_ids"].shape[1],
         prefill_rows=4,

@@ -18,11 +18,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from sat_jax.model.config import ModelConfig, config_to_hf, read_config
-from sat_jax.model.hub import INDEX, SINGLE, Checkpoint, hub_axes, hub_names, hub_shape, layers_of, single_shape, some
+from sat_jax.hub.config import config_to_hf, read_config
+from sat_jax.hub.tensors import INDEX, SINGLE, Checkpoint, hub_axes, hub_names, hub_shape, layers_of, single_shape, some
+from sat_jax.model.config import ModelConfig
 from sat_jax.model.parameters import Parameter, Params, flatten, parameter_table, unflatten
 
-_STAGING_BYTES = 16 * 2**20
+STAGING_BYTES = 16 * 2**20
 """Host memory in which small tensors are gathered, and large ones cut up, on their way to the device."""
 _WITH_WEIGHTS = {"config.json", INDEX}
 
@@ -136,12 +137,12 @@ def _load(checkpoint: Checkpoint, p: Parameter, sharding: jax.sharding.Sharding)
 def _fill(
     checkpoint: Checkpoint, p: Parameter, part: tuple[tuple[int, int], ...], devices: list[jax.Device]
 ) -> list[jax.Array]:
-    """The same part of a parameter on several devices, read once, in pieces of at most ``_STAGING_BYTES``."""
+    """The same part of a parameter on several devices, read once, in pieces of at most ``STAGING_BYTES``."""
     shape = tuple(stop - start for start, stop in part)
     positions = list(itertools.product(*(range(*span) for span in part[: p.stacked])))  # of hub tensors
     within, (rows, *columns) = part[p.stacked :], shape[p.stacked :]
     # Pieces are rows of the part seen as [tensors * rows, *columns]: of several small tensors, or of one large one.
-    fit = max(1, _STAGING_BYTES // (math.prod(columns) * p.dtype.itemsize))
+    fit = max(1, STAGING_BYTES // (math.prod(columns) * p.dtype.itemsize))
     step = max(1, fit // rows)
     whole: list[jax.Array] = []
     for first in range(0, len(positions), step):

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from sat_jax import load_policy, model
-from sat_jax.model.upcycle import upcycle, upcycled_config
-
-from .common import DATA, LLAMA, MOE, PLAIN_LLAMA, init, run
+from sat_jax import hub, load_policy, model
+from sat_jax.hub.upcycle import upcycle, upcycled_config
+from tests.helpers.models import DATA, LLAMA, MOE, PLAIN_LLAMA, init, run
 
 QWEN = dataclasses.replace(
     LLAMA, model_type="qwen3", mlp_bias=False, tie_word_embeddings=False, eos_token_id=(3,), pad_token_id=0
@@ -24,15 +23,15 @@ TOKENS = np.random.default_rng(0).integers(0, 40, (2, 12)).astype(np.int32)
 
 @pytest.fixture(params=[PLAIN_LLAMA, QWEN], ids=["llama", "qwen3-with-biases"])
 def dense(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return model.save_hf(tmp_path / "dense", request.param, init(request.param))
+    return hub.save_hf(tmp_path / "dense", request.param, init(request.param))
 
 
 def test_the_mixture_computes_what_the_dense_model_computes(dense: Path, tmp_path: Path) -> None:
     cfg = upcycle(dense, tmp_path / "moe", experts=4, top_k=2)
-    assert model.read_config(tmp_path / "moe") == cfg
+    assert hub.read_config(tmp_path / "moe") == cfg
     assert len(cfg.moe_layers) == cfg.num_hidden_layers
-    params = model.load_params(tmp_path / "moe")
-    expected = run(model.read_config(dense), model.load_params(dense), TOKENS)[1]
+    params = hub.load_params(tmp_path / "moe")
+    expected = run(hub.read_config(dense), hub.load_params(dense), TOKENS)[1]
     out, logits, _ = run(cfg, params, TOKENS)
     np.testing.assert_allclose(logits, expected, atol=1e-5)
     # Whichever experts are replayed, the function is the same one; the router does choose among them.
@@ -45,7 +44,7 @@ def test_the_mixture_computes_what_the_dense_model_computes(dense: Path, tmp_pat
 
 
 def test_generation_is_the_dense_models(tmp_path: Path) -> None:
-    dense = model.save_hf(tmp_path / "dense", PLAIN_LLAMA, init(PLAIN_LLAMA))
+    dense = hub.save_hf(tmp_path / "dense", PLAIN_LLAMA, init(PLAIN_LLAMA))
     upcycle(dense, tmp_path / "moe", experts=3, top_k=2)
     prompts = [[5, 6, 7], [8]]
     a = load_policy(dense).generate(prompts, max_new_tokens=6, ignore_eos=True)
@@ -58,13 +57,13 @@ def test_generation_is_the_dense_models(tmp_path: Path) -> None:
 
 
 def test_experts_part_ways_in_training(tmp_path: Path) -> None:
-    dense = model.save_hf(tmp_path / "dense", PLAIN_LLAMA, init(PLAIN_LLAMA))
+    dense = hub.save_hf(tmp_path / "dense", PLAIN_LLAMA, init(PLAIN_LLAMA))
     cfg = upcycle(dense, tmp_path / "moe", experts=4, top_k=2)
 
     def loss(params: model.Params) -> jax.Array:
         return -run(cfg, params, TOKENS)[2].log_probs.mean()
 
-    grads = jax.grad(loss)(model.load_params(tmp_path / "moe"))["layers_0"]["mlp"]
+    grads = jax.grad(loss)(hub.load_params(tmp_path / "moe"))["layers_0"]["mlp"]
     gate = np.asarray(grads["gate"])
     assert all(np.abs(gate[:, i] - gate[:, j]).max() > 1e-5 for i in range(4) for j in range(i))
     # Equal experts: no choice of weights changes the output, so the router has nothing to learn yet.
@@ -74,7 +73,7 @@ def test_experts_part_ways_in_training(tmp_path: Path) -> None:
 def test_what_is_written(tmp_path: Path) -> None:
     """A Mixtral in the hub's names: every expert the dense MLP, the rest untouched, the router small and seeded."""
     bf16 = jax.tree.map(lambda x: x.astype("bfloat16"), init(PLAIN_LLAMA))
-    dense = model.save_hf(tmp_path / "dense", PLAIN_LLAMA, bf16)
+    dense = hub.save_hf(tmp_path / "dense", PLAIN_LLAMA, bf16)
     (dense / "tokenizer.json").write_text("{}")
     upcycle(dense, tmp_path / "moe", experts=2, top_k=1, router_std=0.5)
     raw = json.loads((tmp_path / "moe" / "config.json").read_text())
@@ -85,8 +84,8 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "moe" / "tokenizer.json").read_text() == "{}"
     before, after = load_file(dense / "model.safetensors"), load_file(tmp_path / "moe" / "model.safetensors")
     for name, value in before.items():
-        for hub, ours in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
-            if hub in name:
+        for theirs, ours in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+            if theirs in name:
                 layer = name.split(".mlp.")[0]
                 for e in range(2):
                     expert = after.pop(f"{layer}.block_sparse_moe.experts.{e}.{ours}.weight")
@@ -105,7 +104,7 @@ def test_what_is_written(tmp_path: Path) -> None:
 
 
 def test_an_upcycled_folder_saves_and_loads_bit_by_bit(tmp_path: Path) -> None:
-    dense = model.save_hf(tmp_path / "dense", PLAIN_LLAMA, init(PLAIN_LLAMA))
+    dense = hub.save_hf(tmp_path / "dense", PLAIN_LLAMA, init(PLAIN_LLAMA))
     cfg = upcycle(dense, tmp_path / "moe", experts=4, top_k=2)
     policy = load_policy(tmp_path / "moe")
     policy.save(tmp_path / "again")
@@ -150,11 +149,11 @@ def mixtral(**changes: object) -> dict[str, object]:
 
 
 def test_a_mixtrals_config_is_understood_and_written_back() -> None:
-    cfg = model.config_from_hf(mixtral())
+    cfg = hub.config_from_hf(mixtral())
     assert (cfg.num_experts, cfg.moe_intermediate_size, cfg.head_dim, cfg.norm_topk_prob) == (8, 16, 8, True)
     assert (cfg.rope_theta, cfg.rms_norm_eps, cfg.max_position_embeddings) == (1e6, 1e-5, 131072)
     assert not cfg.qk_norm
-    assert model.config_from_hf(model.config_to_hf(cfg, "float32")) == cfg
+    assert hub.config_from_hf(hub.config_to_hf(cfg, "float32")) == cfg
 
 
 @pytest.mark.parametrize(
@@ -169,15 +168,15 @@ def test_a_mixtrals_config_is_understood_and_written_back() -> None:
 )
 def test_a_mixtral_that_is_not_implemented(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        model.config_from_hf(mixtral(**changes))
+        hub.config_from_hf(mixtral(**changes))
 
 
 def test_transformers_loads_the_mixture_with_the_same_logits(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    dense = model.save_hf(tmp_path / "dense", PLAIN_LLAMA, init(PLAIN_LLAMA))
+    dense = hub.save_hf(tmp_path / "dense", PLAIN_LLAMA, init(PLAIN_LLAMA))
     cfg = upcycle(dense, tmp_path / "moe", experts=4, top_k=2)
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32).eval()
     with torch.no_grad():
         expected = peer(torch.tensor(TOKENS.astype(np.int64))).logits.numpy()
-    np.testing.assert_allclose(run(cfg, model.load_params(tmp_path / "moe"), TOKENS)[1], expected, atol=1e-4)
+    np.testing.assert_allclose(run(cfg, hub.load_params(tmp_path / "moe"), TOKENS)[1], expected, atol=1e-4)

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from sat_jax import model
-from sat_jax.model import huggingface
-from sat_jax.model.hub import Checkpoint
-
-from .common import DATA, GOLDEN, LLAMA, MIXED, init, load
+from sat_jax import hub, model
+from sat_jax.hub import folder as hub_folder
+from sat_jax.hub.tensors import Checkpoint
+from tests.helpers.models import DATA, GOLDEN, LLAMA, MIXED, init, load
 
 
 def same(a, b):
@@ -40,28 +39,28 @@ def rewrite(folder, change):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_saving_writes_the_very_tensors_that_were_read(name, tmp_path):
     cfg, params = load(name)
-    model.save_hf(tmp_path / "out", cfg, params, source=DATA / name)
+    hub.save_hf(tmp_path / "out", cfg, params, source=DATA / name)
     original, written = load_file(DATA / name / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert set(original) == set(written)
     for key, value in original.items():
         np.testing.assert_array_equal(value, written[key], err_msg=key)
-    assert model.read_config(tmp_path / "out") == cfg
-    same(model.load_params(tmp_path / "out"), params)
+    assert hub.read_config(tmp_path / "out") == cfg
+    same(hub.load_params(tmp_path / "out"), params)
 
 
 @pytest.mark.parametrize("cfg", [MIXED, LLAMA], ids=["mixed", "llama-with-biases"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shards_and_index(cfg, dtype, tmp_path):
     params = jax.tree.map(lambda x: x.astype(dtype), init(cfg))
-    model.save_hf(tmp_path / "out", cfg, params, max_shard_bytes=8_000)
+    hub.save_hf(tmp_path / "out", cfg, params, max_shard_bytes=8_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2
     assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
-    same(model.load_params(tmp_path / "out", dtype=dtype), params)
-    same(model.load_params(tmp_path / "out"), jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    same(hub.load_params(tmp_path / "out", dtype=dtype), params)
+    same(hub.load_params(tmp_path / "out"), jax.tree.map(lambda x: x.astype(jnp.float32), params))
 
 
 def test_fused_experts_of_transformers_5(folder):
@@ -80,15 +79,15 @@ def test_fused_experts_of_transformers_5(folder):
 
     rewrite(folder, fuse)
     shutil.copy(DATA / "moe_top4_norm" / "config.transformers5.json", folder / "config.json")
-    assert model.read_config(folder) == cfg
-    same(model.load_params(folder), params)
+    assert hub.read_config(folder) == cfg
+    same(hub.load_params(folder), params)
 
 
 def test_side_files_travel_and_weights_do_not(folder, tmp_path):
     cfg, params = load("moe_top4_norm")
     (folder / "model.safetensors.index.json").write_text("{}")
     (folder / "notes.bin").write_text("x")
-    model.save_hf(tmp_path / "out", cfg, params, source=folder)
+    hub.save_hf(tmp_path / "out", cfg, params, source=folder)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         *("config.json", "config.transformers5.json", "generation_config.json", "model.safetensors", "tokenizer.json")
     ]
@@ -100,32 +99,32 @@ def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "x").write_text("precious")
     with pytest.raises(FileExistsError, match="not empty"):
-        model.save_hf(tmp_path / "taken", cfg, params)
+        hub.save_hf(tmp_path / "taken", cfg, params)
     with pytest.raises(ValueError, match=r"final_norm has shape \(3,\), expected \(64,\)"):
-        model.save_hf(tmp_path / "new", cfg, params | {"final_norm": jnp.ones(3)})
+        hub.save_hf(tmp_path / "new", cfg, params | {"final_norm": jnp.ones(3)})
     with pytest.raises(ValueError, match="do not fit the configuration: surplus missing or left over"):
-        model.save_hf(tmp_path / "new", cfg, params | {"surplus": jnp.ones(3)})
+        hub.save_hf(tmp_path / "new", cfg, params | {"surplus": jnp.ones(3)})
     with pytest.raises(FileNotFoundError):
-        model.save_hf(tmp_path / "new", cfg, params, source=tmp_path / "absent")
+        hub.save_hf(tmp_path / "new", cfg, params, source=tmp_path / "absent")
     assert [p.name for p in tmp_path.iterdir()] == ["taken"]
 
 
 @pytest.mark.parametrize("size", [100_000, 3_000])  # two of three layers of q, some experts; parts of each tensor
 def test_what_is_larger_than_the_staging_buffer_comes_in_pieces(size, monkeypatch):
-    monkeypatch.setattr(huggingface, "_STAGING_BYTES", size)
-    same(model.load_params(DATA / "moe_top4_norm"), load("moe_top4_norm")[1])
+    monkeypatch.setattr(hub_folder, "STAGING_BYTES", size)
+    same(hub.load_params(DATA / "moe_top4_norm"), load("moe_top4_norm")[1])
 
 
 def test_host_memory_does_not_grow_with_the_model_or_its_tensors(tmp_path, monkeypatch):
     """numpy's and safetensors' memory is traced, the device's is not."""
     staging = 2**18
     cfg = dataclasses.replace(MIXED, vocab_size=2**14, hidden_size=128, moe_intermediate_size=256)
-    model.save_hf(tmp_path / "model", cfg, init(cfg))
-    monkeypatch.setattr(huggingface, "_STAGING_BYTES", staging)
+    hub.save_hf(tmp_path / "model", cfg, init(cfg))
+    monkeypatch.setattr(hub_folder, "STAGING_BYTES", staging)
     largest = max(math.prod(p.shape) * 4 for p in model.parameter_table(cfg))
     tracemalloc.start()
     try:
-        params = jax.block_until_ready(model.load_params(tmp_path / "model", cfg))
+        params = jax.block_until_ready(hub.load_params(tmp_path / "model", cfg))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -137,10 +136,10 @@ def test_host_memory_does_not_grow_with_the_model_or_its_tensors(tmp_path, monke
 def test_any_part_of_a_parameter_can_be_read(name, tmp_path):
     """Also one that cuts inside an axis which the hub has flattened away."""
     params = init(LLAMA)
-    model.save_hf(tmp_path / "model", LLAMA, params)
+    hub.save_hf(tmp_path / "model", LLAMA, params)
     row = next(p for p in model.parameter_table(LLAMA) if p.name == name)
     part = tuple((n // 4, n // 2) for n in row.shape[1:])
-    found = huggingface._read(Checkpoint(tmp_path / "model"), row, (1,), part)
+    found = hub_folder._read(Checkpoint(tmp_path / "model"), row, (1,), part)
     whole = np.asarray(functools.reduce(lambda tree, key: tree[key], row.path, params))
     np.testing.assert_array_equal(found, whole[(1, *(slice(*span) for span in part))])
 
@@ -152,7 +151,7 @@ def test_missing_and_left_over_tensors_are_listed(folder):
 
     rewrite(folder, change)
     with pytest.raises(ValueError) as error:
-        model.load_params(folder)
+        hub.load_params(folder)
     assert "missing model.layers.1.mlp.experts.5.up_proj.weight;" in str(error.value)
     assert "left over model.layers.1.mlp.shared_expert.up_proj.weight:" in str(error.value)
 
@@ -163,7 +162,7 @@ def test_wrong_shape_dtype_and_values(folder):
     def replace(value):
         rewrite(folder, lambda tensors: tensors.update({name: value}))
         with pytest.raises(ValueError) as error:
-            model.load_params(folder)
+            hub.load_params(folder)
         return str(error.value)
 
     assert f"{name} has shape (32, 64), expected (64, 64)" in replace(np.zeros((32, 64), np.float32))
@@ -177,29 +176,29 @@ def test_truncated_and_missing_shards(folder):
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"model\.safetensors is truncated or damaged"):
-        model.load_params(folder)
+        hub.load_params(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
-        model.load_params(folder)
+        hub.load_params(folder)
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FileNotFoundError, match=r"model-00001-of-00002\.safetensors is missing"):
-        model.load_params(folder)
+        hub.load_params(folder)
     save_file({"other": np.zeros(1, np.float32)}, folder / "model-00001-of-00002.safetensors")
     with pytest.raises(ValueError, match=r"promises 'lm_head\.weight' in model-00001"):
-        model.load_params(folder)
+        hub.load_params(folder)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_')
     with pytest.raises(ValueError, match="is not valid JSON"):
-        model.load_params(folder)
+        hub.load_params(folder)
 
 
 def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path):
     folder = shutil.copytree(DATA / "dense_tied", tmp_path / "model")
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
-    same(model.load_params(folder), load("dense_tied")[1])
+    same(hub.load_params(folder), load("dense_tied")[1])
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
     with pytest.raises(ValueError, match="differs from the embedding"):
-        model.load_params(folder)
+        hub.load_params(folder)
 
 
 def test_initial_weights_depend_on_key_and_name_alone():

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from sat_jax.model.config import ModelConfig, read_json
+from sat_jax.hub.config import read_json
+from sat_jax.model.config import ModelConfig
 from sat_jax.model.parameters import Parameter
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -4,9 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sat_jax import model
-
-from .common import LLAMA, MIXED, MOE, init, run
+from sat_jax import hub, model
+from tests.helpers.models import LLAMA, MIXED, MOE, init, run
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -15,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 @pytest.mark.parametrize("cfg", [MOE, MIXED, LLAMA], ids=["moe", "mixed", "llama"])
 def test_transformers_loads_what_is_saved_and_computes_the_same_logits(cfg, tmp_path):
     params = init(cfg)
-    model.save_hf(tmp_path / "out", cfg, params)
+    hub.save_hf(tmp_path / "out", cfg, params)
     tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, 10))
     (_, logits, _) = run(cfg, params, jnp.asarray(tokens, jnp.int32))
     other, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -27,7 +26,7 @@ def test_transformers_loads_what_is_saved_and_computes_the_same_logits(cfg, tmp_
     np.testing.assert_allclose(logits, theirs, rtol=1e-4, atol=1e-4)
     # And the other way round: what transformers saves, in its own config layout, loads here to the same bits.
     other.save_pretrained(tmp_path / "theirs")
-    again = model.load_params(tmp_path / "theirs")
+    again = hub.load_params(tmp_path / "theirs")
     for p in model.parameter_table(cfg):
         mine, back = params, again
         for key in p.path:

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from sat_jax import load_policy, model
+from sat_jax import hub, load_policy, model
 from sat_jax.cli import main
-from sat_jax.model.gguf import import_gguf
-
-from .common import LLAMA, init, run
+from sat_jax.hub.gguf import import_gguf
+from tests.helpers.models import LLAMA, init, run
 
 gguf = pytest.importorskip("gguf")
 
@@ -129,9 +128,9 @@ def params() -> model.Params:
 def test_weights_and_configuration_come_back_to_the_bit(params: model.Params, tmp_path: Path) -> None:
     file = write(tmp_path / "tiny.gguf", gguf_tensors(params), metadata())
     assert main(["import-gguf", str(file), "--out", str(tmp_path / "hf")]) == 0
-    cfg = model.read_config(tmp_path / "hf")
+    cfg = hub.read_config(tmp_path / "hf")
     assert dataclasses.replace(cfg, initializer_range=CFG.initializer_range) == CFG
-    jax.tree.map(np.testing.assert_array_equal, model.load_params(tmp_path / "hf"), params)
+    jax.tree.map(np.testing.assert_array_equal, hub.load_params(tmp_path / "hf"), params)
 
 
 def test_an_untied_head_is_read(params: model.Params, tmp_path: Path) -> None:
@@ -139,13 +138,13 @@ def test_an_untied_head_is_read(params: model.Params, tmp_path: Path) -> None:
     file = write(tmp_path / "tiny.gguf", gguf_tensors(params) | {"output.weight": head}, metadata())
     cfg = import_gguf(file, tmp_path / "hf")
     assert not cfg.tie_word_embeddings
-    np.testing.assert_array_equal(model.load_params(tmp_path / "hf")["head"], head)
+    np.testing.assert_array_equal(hub.load_params(tmp_path / "hf")["head"], head)
 
 
 def test_quantised_tensors_become_what_they_stand_for(params: model.Params, tmp_path: Path) -> None:
     file = write(tmp_path / "tiny.gguf", gguf_tensors(params), metadata(), quantise=True)
     cfg = import_gguf(file, tmp_path / "hf")
-    loaded = model.load_params(tmp_path / "hf")
+    loaded = hub.load_params(tmp_path / "hf")
     for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(a, b, atol=float(np.abs(b).max()) / 127)
     assert np.abs(np.asarray(loaded["embed"]) - np.asarray(params["embed"])).max() > 0
@@ -158,7 +157,7 @@ def test_bfloat16_on_request(params: model.Params, tmp_path: Path) -> None:
     import_gguf(file, tmp_path / "hf", dtype="bfloat16")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     rounded = jax.tree.map(lambda x: x.astype("bfloat16"), params)
-    jax.tree.map(np.testing.assert_array_equal, model.load_params(tmp_path / "hf", dtype="bfloat16"), rounded)
+    jax.tree.map(np.testing.assert_array_equal, hub.load_params(tmp_path / "hf", dtype="bfloat16"), rounded)
 
 
 def test_tokenizer_template_and_special_tokens(params: model.Params, tmp_path: Path) -> None:

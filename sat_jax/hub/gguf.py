@@ -22,9 +22,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from sat_jax.hub.folder import write_folder
+from sat_jax.hub.tensors import hub_names, hub_shape, layers_of
 from sat_jax.model.config import ModelConfig
-from sat_jax.model.hub import hub_names, hub_shape, layers_of
-from sat_jax.model.huggingface import write_folder
 from sat_jax.model.parameters import Parameter, parameter_table
 
 # Last part of a parameter's path -> GGUF name.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-DATA = Path(__file__).parents[2] / "data" / "losses"
+DATA = Path(__file__).parents[1] / "data" / "losses"
 B, T = 6, 12
 
 

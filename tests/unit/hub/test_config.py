@@ -3,10 +3,9 @@ import shutil
 
 import pytest
 
-from sat_jax import model
+from sat_jax import hub
 from sat_jax.model.config import LayerRun
-
-from .common import DATA, GOLDEN, LLAMA, MIXED, MOE
+from tests.helpers.models import DATA, GOLDEN, LLAMA, MIXED, MOE
 
 
 def raw(name="moe_top4_norm", file="config.json"):
@@ -15,28 +14,28 @@ def raw(name="moe_top4_norm", file="config.json"):
 
 @pytest.mark.parametrize("name", ["moe_top4_norm", "moe_mixed_dense", "dense_tied"])
 def test_both_layouts_describe_the_same_model(name):
-    assert model.config_from_hf(raw(name)) == model.config_from_hf(raw(name, "config.transformers5.json"))
+    assert hub.config_from_hf(raw(name)) == hub.config_from_hf(raw(name, "config.transformers5.json"))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_written_configuration_reads_back(name):
-    cfg = model.read_config(DATA / name)
-    assert model.config_from_hf(model.config_to_hf(cfg, "float32")) == cfg
+    cfg = hub.read_config(DATA / name)
+    assert hub.config_from_hf(hub.config_to_hf(cfg, "float32")) == cfg
 
 
 @pytest.mark.parametrize("cfg", [MOE, MIXED, LLAMA], ids=["moe", "mixed", "llama"])
 def test_own_configurations_round_trip(cfg):
-    assert model.config_from_hf(model.config_to_hf(cfg, "bfloat16")) == cfg
+    assert hub.config_from_hf(hub.config_to_hf(cfg, "bfloat16")) == cfg
 
 
 def test_end_of_sequence_ids_of_both_files():
-    assert model.read_config(DATA / "moe_top4_norm").eos_token_id == (482, 480)
+    assert hub.read_config(DATA / "moe_top4_norm").eos_token_id == (482, 480)
 
 
 def test_llama_fills_what_old_configurations_leave_out():
-    hub = model.config_to_hf(LLAMA, "float32")
-    del hub["head_dim"], hub["num_key_value_heads"]
-    cfg = model.config_from_hf(hub)
+    raw = hub.config_to_hf(LLAMA, "float32")
+    del raw["head_dim"], raw["num_key_value_heads"]
+    cfg = hub.config_from_hf(raw)
     assert (cfg.head_dim, cfg.num_key_value_heads, cfg.qk_norm) == (8, 4, False)
 
 
@@ -73,25 +72,25 @@ def test_runs_group_equal_layers():
 )
 def test_what_is_not_implemented_is_refused(change, says):
     with pytest.raises(ValueError) as error:
-        model.config_from_hf(raw() | change)
+        hub.config_from_hf(raw() | change)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_null_keys_are_absent_keys():
-    assert model.config_from_hf(raw() | {"attn_logit_softcapping": None}) == model.config_from_hf(raw())
+    assert hub.config_from_hf(raw() | {"attn_logit_softcapping": None}) == hub.config_from_hf(raw())
 
 
 def test_missing_and_half_written_folders(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not a folder"):
-        model.read_config(tmp_path / "absent")
+        hub.read_config(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
-        model.read_config(tmp_path)
+        hub.read_config(tmp_path)
     shutil.copy(DATA / "moe_top4_norm" / "config.json", tmp_path)
     half = (tmp_path / "config.json").read_text()[:100]
     (tmp_path / "config.json").write_text(half)
     with pytest.raises(ValueError, match="is not valid JSON"):
-        model.read_config(tmp_path)
+        hub.read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="holds list, not an object"):
-        model.read_config(tmp_path)
+        hub.read_config(tmp_path)

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sat_jax.model.config import ModelConfig, ModelType, read_config
-from sat_jax.model.hub import Checkpoint, hub_names, layers_of
-from sat_jax.model.huggingface import write_folder
+from sat_jax.hub.config import read_config
+from sat_jax.hub.folder import write_folder
+from sat_jax.hub.tensors import Checkpoint, hub_names, layers_of
+from sat_jax.model.config import ModelConfig, ModelType
 from sat_jax.model.parameters import Parameter, parameter_table
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -1,0 +1,213 @@
+"""``config.json`` of a model folder: the hub's (transformers 4) spelling and that of transformers 5, strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from sat_jax.dataclass_json import nearest
+from sat_jax.model.config import MOE_TYPES, ModelConfig, ModelType
+
+ARCHITECTURES: Mapping[str, ModelType] = {
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "LlamaForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
+}
+# Keys that never change what the model computes.
+_NEUTRAL = frozenset(
+    (
+        *("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "tokenizer_class"),
+        *("use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "return_dict"),
+        *("_attn_implementation", "_attn_implementation_autoset", "torchscript", "pretraining_tp", "max_window_layers"),
+        *("is_llama_config", "transformers.js_config"),
+    )
+)
+# Keys that are fine at one value only: the value for which the maths is the one implemented here.
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0, 0.0, None),
+    "rope_scaling": (None,),
+    "use_sliding_window": (False, None),
+    "rope_interleaved": (False, None),
+    "partial_rotary_factor": (1, 1.0, None),
+    "shared_expert_intermediate_size": (0, None),
+    "logit_scale": (1, 1.0, None),
+    "is_decoder": (True, False, None),
+    "router_jitter_noise": (0, 0.0, None),
+}
+_RENAMED = {"num_local_experts": "num_experts"}
+_RENAMED_MIXTRAL = {**_RENAMED, "intermediate_size": "moe_intermediate_size"}
+_MIXTRAL_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 4096 * 32}  # transformers'
+_FIELDS = {f.name: f for f in dataclasses.fields(ModelConfig)}
+_REQUIRED = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "intermediate_size",
+)
+_MOE_REQUIRED = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+def read_config(hf_dir: str | Path) -> ModelConfig:
+    """The policy described by ``hf_dir/config.json``, in the hub's (transformers 4) or the transformers 5 layout.
+
+    ``generation_config.json``, where there is one, adds its end-of-sequence ids: chat models stop at more than one.
+
+    Raises:
+        FileNotFoundError: no folder, or no ``config.json`` in it.
+        ValueError: not JSON; an architecture, a value or a key that is not implemented (it could change the maths).
+    """
+    folder = Path(hf_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is not a folder: give a Hugging Face model folder (config.json, *.safetensors, ...)"
+        )
+    cfg = config_from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        extra = _token_ids(read_json(generation).get("eos_token_id"))
+        cfg = dataclasses.replace(cfg, eos_token_id=tuple(dict.fromkeys(cfg.eos_token_id + extra)))
+    return cfg
+
+
+def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """``ModelConfig`` of a parsed ``config.json``; ``where`` names it in errors, which are those of ``read_config``."""
+    known = {**_architecture(raw, where)}
+    model_type = known["model_type"]
+    renamed = _RENAMED_MIXTRAL if model_type == "mixtral" else _RENAMED
+    for key, value in raw.items():
+        name = renamed.get(key, key)
+        if name in _NEUTRAL or name == "model_type":
+            continue
+        if name == "eos_token_id":
+            known[name] = _token_ids(value)
+        elif name in ("rope_parameters", "layer_types", "sliding_window"):
+            _check_structured(name, value, raw, known, where)
+        elif name in _FIELDS:
+            known[name] = _typed(name, value, where)
+        elif name in _FIXED:
+            if value not in _FIXED[name]:
+                raise ValueError(
+                    f"{where}: {key} = {value!r} is not implemented, only {_FIXED[name][0]!r}: use another model"
+                )
+        elif value is not None:
+            raise ValueError(
+                f"{where}: key {key!r} = {value!r} is unknown and may change the maths{nearest(key, _FIELDS)}; "
+                "remove it if it does not matter"
+            )
+    if not _is_qwen(known) and known.get("head_dim") is None and raw.get("num_attention_heads"):
+        known["head_dim"] = raw.get("hidden_size", 0) // raw["num_attention_heads"]
+    if model_type == "llama":
+        known.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
+    elif known.pop("mlp_bias", False):
+        raise ValueError(f"{where}: mlp_bias = true is not implemented for {model_type}: use another checkpoint")
+    if model_type == "qwen3_moe":
+        known.setdefault("norm_topk_prob", False)  # transformers' default
+    required = _REQUIRED + (_MOE_REQUIRED if model_type in MOE_TYPES else ())
+    if model_type == "mixtral":
+        known = {**_MIXTRAL_DEFAULTS, **known}
+        required = tuple(name for name in required if name != "intermediate_size")
+    missing = [name for name in required if known.get(name) is None]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}: add what the checkpoint was trained with")
+    return ModelConfig(**{k: v for k, v in known.items() if v is not None or k in ("bos_token_id", "pad_token_id")})
+
+
+def config_to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
+    """``config.json`` in the hub's layout, readable by every transformers since 4.51; ``dtype`` is the weights'."""
+    eos = list(cfg.eos_token_id)
+    raw: dict[str, Any] = {
+        "architectures": [next(name for name, kind in ARCHITECTURES.items() if kind == cfg.model_type)],
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "rope_scaling": None,
+        "torch_dtype": dtype,
+        "use_cache": True,
+        **dataclasses.asdict(cfg),
+        "mlp_only_layers": list(cfg.mlp_only_layers),
+        "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
+    }
+    moe_only = (
+        "moe_intermediate_size num_experts num_experts_per_tok norm_topk_prob decoder_sparse_step mlp_only_layers "
+    )
+    foreign = (moe_only + "router_aux_loss_coef").split() if cfg.model_type not in MOE_TYPES else []
+    foreign += [] if cfg.model_type == "llama" else ["mlp_bias"]
+    if cfg.model_type == "mixtral":
+        raw |= {"num_local_experts": cfg.num_experts, "intermediate_size": cfg.moe_intermediate_size}
+        raw |= {"router_jitter_noise": 0.0, "sliding_window": None}
+        foreign += ["attention_bias", *(key for key in moe_only.split() if key != "num_experts_per_tok")]
+    elif cfg.model_type != "llama":
+        raw |= {"sliding_window": None, "use_sliding_window": False, "max_window_layers": cfg.num_hidden_layers}
+    return {key: raw[key] for key in sorted(raw) if key not in foreign}
+
+
+def _architecture(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    names = raw.get("architectures") or []
+    if names and names[0] not in ARCHITECTURES:
+        raise ValueError(f"{where}: architecture {names[0]!r} is not supported{nearest(names[0], ARCHITECTURES)}")
+    model_type = raw.get("model_type") or (ARCHITECTURES[names[0]] if names else None)
+    if model_type not in get_args(ModelType):
+        raise ValueError(
+            f"{where}: model_type {model_type!r} is not supported{nearest(str(model_type), get_args(ModelType))}"
+        )
+    if names and ARCHITECTURES[names[0]] != model_type:
+        raise ValueError(
+            f"{where}: architecture {names[0]!r} contradicts model_type {model_type!r}: correct one of them"
+        )
+    return {"model_type": model_type}
+
+
+def _is_qwen(known: Mapping[str, Any]) -> bool:
+    return known["model_type"] in ("qwen3", "qwen3_moe")
+
+
+def _check_structured(name: str, value: Any, raw: Mapping[str, Any], known: dict[str, Any], where: str) -> None:
+    if name == "rope_parameters" and value is not None:
+        extra = {k: v for k, v in value.items() if k not in ("rope_theta", "rope_type")}
+        if value.get("rope_type", "default") != "default" or any(v not in (1, 1.0, None) for v in extra.values()):
+            raise ValueError(
+                f"{where}: rope_parameters = {value!r}: only rope_type 'default' is implemented; use another checkpoint"
+            )
+        if "rope_theta" in value:
+            known["rope_theta"] = float(value["rope_theta"])
+    elif name == "layer_types" and value is not None and any(kind != "full_attention" for kind in value):
+        raise ValueError(
+            f"{where}: layer_types {sorted(set(value))}: only 'full_attention' is implemented; use another checkpoint"
+        )
+    elif name == "sliding_window" and value is not None and raw.get("use_sliding_window", not _is_qwen(known)):
+        raise ValueError(f"{where}: sliding_window = {value!r} is in use and not implemented: use another checkpoint")
+
+
+def _typed(name: str, value: Any, where: str) -> Any:
+    hint = str(_FIELDS[name].type)
+    if value is None:
+        return None
+    if hint.startswith("tuple") and isinstance(value, list):
+        return tuple(value)
+    kind = {"int": int, "float": float, "bool": bool}.get(hint.split(" ")[0], str)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where}: {name} = {value!r}: expected {kind.__name__}; correct it")
+    return value
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a model folder's file; ``FileNotFoundError`` or ``ValueError`` say what is wrong with it."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: the folder is not a Hugging Face model, or was only half written")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is not valid JSON ({error}): the file is damaged or half written; fetch it again"
+        ) from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds {type(raw).__name__}, not an object: the file is damaged; fetch it again")
+    return raw
