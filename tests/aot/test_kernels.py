@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import ROOT
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
 CHIPS = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")
@@ -24,8 +26,7 @@ SLICE = "v5e:8x8"
 
 @functools.cache
 def report() -> dict[str, Any]:
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "compile_kernels.py"), SLICE, *CHIPS],
         env=environment,

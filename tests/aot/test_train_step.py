@@ -9,10 +9,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers import ROOT
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
@@ -27,12 +28,11 @@ HBM = 95 * 10**9
 
 @functools.cache
 def report() -> dict[str, Any]:
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
     sizes = {"layers": 2, "data": DATA, "fsdp": FSDP, "tensor": TENSOR, "expert": EXPERT, "rows": ROWS, "width": WIDTH}
     arguments = [f"--{name}={size}" for name, size in (sizes | {"micro-batches": MICRO_BATCHES}).items()]
     done = subprocess.run(
-        [sys.executable, str(root / "benchmarks" / "aot_memory.py"), "--topology=v5p:4x4x4", *arguments],
+        [sys.executable, str(ROOT / "benchmarks" / "aot_memory.py"), "--topology=v5p:4x4x4", *arguments],
         env=environment,
         capture_output=True,
         text=True,

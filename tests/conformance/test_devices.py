@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+
+from tests.helpers import ROOT
 
 PROGRAM = r"""
 import dataclasses, json, re
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests.helpers import ROOT
 from sat_jax import kernels, losses
 from tests.conformance.subjects import batch
 
@@ -64,16 +66,15 @@ print(json.dumps(found))
 
 
 def test_eight_devices() -> None:
-    root = Path(__file__).parents[2]
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(root),
+        "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env=environment,
-        cwd=root,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=600,

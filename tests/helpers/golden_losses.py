@@ -5,23 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-DATA = Path(__file__).parents[1] / "data" / "losses"
+from tests.helpers import DATA
+
+CASES = DATA / "losses"
 B, T = 6, 12
 
 
 @functools.cache
 def description() -> dict[str, Any]:
-    return json.loads((DATA / "loss_cases.json").read_text())
+    return json.loads((CASES / "loss_cases.json").read_text())
 
 
 @functools.cache
 def arrays() -> dict[str, np.ndarray]:
-    packed = np.load(DATA / "loss_cases.npz")
+    packed = np.load(CASES / "loss_cases.npz")
     index = json.loads(packed["index"].tobytes())
     found, start = {}, 0
     for name, shape in index.items():

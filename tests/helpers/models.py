@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sat_jax import hub, model
+from tests.helpers import DATA
 
-DATA = Path(__file__).parents[1] / "data" / "model"
+CHECKPOINTS = DATA / "model"
 GOLDEN = ("moe_top4_norm", "moe_top4_nonorm", "moe_mixed_dense", "dense_tied")
 ATOL = {"moe_top4_norm": 1.9e-4, "moe_top4_nonorm": 1.9e-4, "moe_mixed_dense": 1.3e-4, "dense_tied": 1.3e-4}
 
@@ -63,8 +63,8 @@ def init(cfg: model.ModelConfig, seed: int = 0) -> model.Params:
 
 @functools.cache
 def load(name: str) -> tuple[model.ModelConfig, model.Params]:
-    cfg = hub.read_config(DATA / name)
-    return cfg, hub.load_params(DATA / name, cfg)
+    cfg = hub.read_config(CHECKPOINTS / name)
+    return cfg, hub.load_params(CHECKPOINTS / name, cfg)
 
 
 DEFAULT = model.ForwardOptions()

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,11 +13,11 @@ import pytest
 
 from sat_jax import setup
 from sat_jax.config import LearnerConfig, MeshConfig, check
+from tests.helpers import ROOT
 from tests.helpers.tiny import tiny, variant
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 _TIMED = ("perf/", "rollout/tokens_per_s", "time", "async/queue_groups")
 _OF_D = ("sat/", "train/clip_fraction")
 """What depends on which |log ratio| is larger; at lag 0 all of them are rounding."""

@@ -15,8 +15,9 @@ from sat_jax import setup
 from sat_jax.cli import main
 from sat_jax.commands.train import parse_options
 from sat_jax.data.tokenizer import Tokenizer
+from tests.helpers import DATA
 
-CHECKPOINT = Path(__file__).parents[1] / "data" / "model" / "moe_top4_norm"
+CHECKPOINT = DATA / "model" / "moe_top4_norm"
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 from sat_jax import hub, losses, model
 from sat_jax.losses import LossConfig, LossInputs
+from tests.helpers import DATA
 
-DATA = Path(__file__).parents[1] / "data"
 CHECKPOINT = DATA / "model" / "moe_top4_norm"
 AUX_COEFFICIENT = 0.001  # router_aux_loss_coef in the checkpoint's config.json
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import jax
@@ -12,10 +11,11 @@ import numpy as np
 import pytest
 
 from sat_jax import losses
+from tests.helpers import ROOT
 
 
 def example() -> ModuleType:
-    path = Path(__file__).parents[2] / "examples" / "tunix_sat.py"
+    path = ROOT / "examples" / "tunix_sat.py"
     spec = importlib.util.spec_from_file_location("tunix_sat", path)
     assert spec is not None
     assert spec.loader is not None

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sat_jax.metrics import METRICS, MetricsWriter, metrics_markdown, value_counts
+from tests.helpers import ROOT
 
 # The names that users' scripts rely on.
 PROMISED = re.findall(
@@ -54,7 +55,7 @@ def test_the_register_explains_every_promised_name() -> None:
 
 
 def test_the_documentation_is_the_register() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "metrics.md").read_text()
     assert metrics_markdown() in page, "docs/metrics.md is out of date: paste metrics_markdown() into it"
 
 

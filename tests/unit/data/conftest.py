@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from sat_jax.data.tokenizer import Tokenizer
+from tests.helpers import DATA
 
-TOKENIZER_FILES = Path(__file__).parents[2] / "data" / "tokenizer"
+TOKENIZER_FILES = DATA / "tokenizer"
 
 CHATML = (
     "{%- for message in messages %}"

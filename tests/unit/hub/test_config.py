@@ -5,11 +5,11 @@ import pytest
 
 from sat_jax import hub
 from sat_jax.model.config import LayerRun
-from tests.helpers.models import DATA, GOLDEN, LLAMA, MIXED, MOE
+from tests.helpers.models import CHECKPOINTS, GOLDEN, LLAMA, MIXED, MOE
 
 
 def raw(name="moe_top4_norm", file="config.json"):
-    return json.loads((DATA / name / file).read_text())
+    return json.loads((CHECKPOINTS / name / file).read_text())
 
 
 @pytest.mark.parametrize("name", ["moe_top4_norm", "moe_mixed_dense", "dense_tied"])
@@ -19,7 +19,7 @@ def test_both_layouts_describe_the_same_model(name):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_written_configuration_reads_back(name):
-    cfg = hub.read_config(DATA / name)
+    cfg = hub.read_config(CHECKPOINTS / name)
     assert hub.config_from_hf(hub.config_to_hf(cfg, "float32")) == cfg
 
 
@@ -29,7 +29,7 @@ def test_own_configurations_round_trip(cfg):
 
 
 def test_end_of_sequence_ids_of_both_files():
-    assert hub.read_config(DATA / "moe_top4_norm").eos_token_id == (482, 480)
+    assert hub.read_config(CHECKPOINTS / "moe_top4_norm").eos_token_id == (482, 480)
 
 
 def test_llama_fills_what_old_configurations_leave_out():
@@ -86,7 +86,7 @@ def test_missing_and_half_written_folders(tmp_path):
         hub.read_config(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
         hub.read_config(tmp_path)
-    shutil.copy(DATA / "moe_top4_norm" / "config.json", tmp_path)
+    shutil.copy(CHECKPOINTS / "moe_top4_norm" / "config.json", tmp_path)
     half = (tmp_path / "config.json").read_text()[:100]
     (tmp_path / "config.json").write_text(half)
     with pytest.raises(ValueError, match="is not valid JSON"):

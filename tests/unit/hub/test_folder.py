@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from sat_jax import hub, model
 from sat_jax.hub import folder as hub_folder
 from sat_jax.hub.tensors import Checkpoint
-from tests.helpers.models import DATA, GOLDEN, LLAMA, MIXED, init, load
+from tests.helpers.models import CHECKPOINTS, GOLDEN, LLAMA, MIXED, init, load
 
 
 def same(a, b):
@@ -27,7 +27,7 @@ def same(a, b):
 @pytest.fixture
 def folder(tmp_path):
     """A writable copy of the golden mixture model."""
-    return shutil.copytree(DATA / "moe_top4_norm", tmp_path / "model")
+    return shutil.copytree(CHECKPOINTS / "moe_top4_norm", tmp_path / "model")
 
 
 def rewrite(folder, change):
@@ -39,8 +39,11 @@ def rewrite(folder, change):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_saving_writes_the_very_tensors_that_were_read(name, tmp_path):
     cfg, params = load(name)
-    hub.save_hf(tmp_path / "out", cfg, params, source=DATA / name)
-    original, written = load_file(DATA / name / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    hub.save_hf(tmp_path / "out", cfg, params, source=CHECKPOINTS / name)
+    original, written = (
+        load_file(CHECKPOINTS / name / "model.safetensors"),
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
     assert set(original) == set(written)
     for key, value in original.items():
         np.testing.assert_array_equal(value, written[key], err_msg=key)
@@ -78,7 +81,7 @@ def test_fused_experts_of_transformers_5(folder):
             tensors[f"{base}.down_proj"] = pop("down_proj")
 
     rewrite(folder, fuse)
-    shutil.copy(DATA / "moe_top4_norm" / "config.transformers5.json", folder / "config.json")
+    shutil.copy(CHECKPOINTS / "moe_top4_norm" / "config.transformers5.json", folder / "config.json")
     assert hub.read_config(folder) == cfg
     same(hub.load_params(folder), params)
 
@@ -112,7 +115,7 @@ def test_nothing_is_overwritten_and_nothing_half_written_is_left(tmp_path):
 @pytest.mark.parametrize("size", [100_000, 3_000])  # two of three layers of q, some experts; parts of each tensor
 def test_what_is_larger_than_the_staging_buffer_comes_in_pieces(size, monkeypatch):
     monkeypatch.setattr(hub_folder, "STAGING_BYTES", size)
-    same(hub.load_params(DATA / "moe_top4_norm"), load("moe_top4_norm")[1])
+    same(hub.load_params(CHECKPOINTS / "moe_top4_norm"), load("moe_top4_norm")[1])
 
 
 def test_host_memory_does_not_grow_with_the_model_or_its_tensors(tmp_path, monkeypatch):
@@ -193,7 +196,7 @@ def test_truncated_and_missing_shards(folder):
 
 
 def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path):
-    folder = shutil.copytree(DATA / "dense_tied", tmp_path / "model")
+    folder = shutil.copytree(CHECKPOINTS / "dense_tied", tmp_path / "model")
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
     same(hub.load_params(folder), load("dense_tied")[1])
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))

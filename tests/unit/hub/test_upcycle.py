@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from sat_jax import hub, load_policy, model
 from sat_jax.hub.upcycle import upcycle, upcycled_config
-from tests.helpers.models import DATA, LLAMA, MOE, PLAIN_LLAMA, init, run
+from tests.helpers.models import CHECKPOINTS, LLAMA, MOE, PLAIN_LLAMA, init, run
 
 QWEN = dataclasses.replace(
     LLAMA, model_type="qwen3", mlp_bias=False, tie_word_embeddings=False, eos_token_id=(3,), pad_token_id=0
@@ -124,9 +124,9 @@ def test_what_cannot_be_upcycled(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="biases"):
         upcycled_config(LLAMA, 4, 2)
     with pytest.raises(ValueError, match="router_std = 0"):
-        upcycle(DATA / "dense_tied", tmp_path / "out", 4, 2, router_std=0)
+        upcycle(CHECKPOINTS / "dense_tied", tmp_path / "out", 4, 2, router_std=0)
     with pytest.raises(ValueError, match="seed = -1"):
-        upcycle(DATA / "dense_tied", tmp_path / "out", 4, 2, seed=-1)
+        upcycle(CHECKPOINTS / "dense_tied", tmp_path / "out", 4, 2, seed=-1)
     with pytest.raises(FileNotFoundError, match="absent"):
         upcycle(tmp_path / "absent", tmp_path / "out", 4, 2)
     assert not (tmp_path / "out").exists()

@@ -6,15 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sat_jax import learner
+from tests.helpers import ROOT
 from tests.unit.learner.test_step import _spec
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 from sat_jax import hub, model
 from sat_jax.hub import folder as hub_folder
-from tests.helpers.models import DATA, MOE, init
+from tests.helpers.models import CHECKPOINTS, MOE, init
 
 B, T = 8, 7
 
@@ -98,12 +98,12 @@ def _leaf(tree, path):
 
 def loading(sizes: dict[str, int]) -> dict[str, object]:
     """A folder read straight into shards."""
-    cfg = hub.read_config(DATA / "moe_top4_norm")
+    cfg = hub.read_config(CHECKPOINTS / "moe_top4_norm")
     shardings = model.param_shardings(cfg, mesh_of(sizes))
-    plain = hub.load_params(DATA / "moe_top4_norm", cfg)
-    sharded = hub.load_params(DATA / "moe_top4_norm", cfg, shardings=shardings)
+    plain = hub.load_params(CHECKPOINTS / "moe_top4_norm", cfg)
+    sharded = hub.load_params(CHECKPOINTS / "moe_top4_norm", cfg, shardings=shardings)
     staging, hub_folder.STAGING_BYTES = hub_folder.STAGING_BYTES, 20_000  # some experts at once, parts of others
-    piecewise = hub.load_params(DATA / "moe_top4_norm", cfg, shardings=shardings)
+    piecewise = hub.load_params(CHECKPOINTS / "moe_top4_norm", cfg, shardings=shardings)
     hub_folder.STAGING_BYTES = staging
     equal = jax.tree.map(
         lambda a, *others: all(bool((np.asarray(a) == np.asarray(b)).all()) for b in others), plain, sharded, piecewise

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sat_jax import model
-from tests.helpers.models import DATA, LLAMA, MIXED, MOE, init, load, run
+from tests.helpers.models import CHECKPOINTS, LLAMA, MIXED, MOE, init, load, run
 
 S, T, M = 3, 9, 12
 
@@ -83,7 +83,7 @@ def test_rows_may_serve_some_of_the_slots():
 @pytest.mark.parametrize("name", ["moe_top4_norm", "moe_mixed_dense", "dense_tied"])
 def test_greedy_tokens_of_the_golden_checkpoints(name):
     cfg, params = load(name)
-    g = np.load(DATA / name / "greedy.npz")
+    g = np.load(CHECKPOINTS / name / "greedy.npz")
     prompts = [ids[mask > 0] for ids, mask in zip(g["prompt_ids"], g["prompt_mask"], strict=True)]
     width, new = max(map(len, prompts)), g["new_ids"].shape[1]
 

@@ -9,12 +9,12 @@ import pytest
 
 from sat_jax import model
 from sat_jax.model import parameters
-from tests.helpers.models import ATOL, DATA, GOLDEN, load
+from tests.helpers.models import ATOL, CHECKPOINTS, GOLDEN, load
 
 
 @functools.cache
 def golden(name):
-    return dict(np.load(DATA / name / "golden.npz"))
+    return dict(np.load(CHECKPOINTS / name / "golden.npz"))
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def program(name):
         (_, aux), grads = jax.value_and_grad(nll, has_aux=True)(*args)
         return aux, grads
 
-    with_gradients = (DATA / name / "grads.npz").exists()
+    with_gradients = (CHECKPOINTS / name / "grads.npz").exists()
     return jax.jit(both if with_gradients else lambda *args: (nll(*args)[1], None))
 
 
@@ -75,7 +75,7 @@ def test_routes_router_logits_and_balancing_loss(name, side):
 def test_gradients(name):
     (loss, *_), grads = result(name, "right")
     np.testing.assert_allclose(loss, golden(name)["right_mean_nll"], rtol=1e-5)
-    wanted = dict(np.load(DATA / name / "grads.npz"))
+    wanted = dict(np.load(CHECKPOINTS / name / "grads.npz"))
     checked = 0
     for p in model.parameter_table(load(name)[0]):
         leaf = np.asarray(parameters.flatten(grads)[p.path])

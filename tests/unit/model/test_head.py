@@ -9,7 +9,7 @@ import pytest
 from sat_jax import model
 from sat_jax.model import head
 from sat_jax.rollout.engine import SamplingParams
-from sat_jax.rollout.sampling import RowParams, sample_recorded, uniforms
+from sat_jax.rollout.local.sampling import RowParams, sample_recorded, uniforms
 from sat_jax.types import NO_TOKEN
 from tests.helpers.models import LLAMA, MOE
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from sat_jax.policy import load_policy
-from tests.helpers.models import ATOL, DATA
+from tests.helpers.models import ATOL, CHECKPOINTS
 
 
 @pytest.fixture(scope="module")
 def policy():
-    return load_policy(DATA / "moe_top4_norm")
+    return load_policy(CHECKPOINTS / "moe_top4_norm")
 
 
 def test_looking(policy):
-    g = np.load(DATA / "moe_top4_norm" / "golden.npz")
+    g = np.load(CHECKPOINTS / "moe_top4_norm" / "golden.npz")
     for side in ("right", "left"):
         ids, mask = g[f"{side}_input_ids"], g[f"{side}_attention_mask"]
         logits, log_probs = np.asarray(policy.logits(ids, mask)), np.asarray(policy.log_probs(ids, mask))
@@ -25,7 +25,7 @@ def test_looking(policy):
 
 def test_generating_greedily(policy):
     """Left-padded prompts of 9 and 5 tokens; the golden run stops at an end-of-sequence token and pads after it."""
-    g = np.load(DATA / "moe_top4_norm" / "greedy.npz")
+    g = np.load(CHECKPOINTS / "moe_top4_norm" / "greedy.npz")
     prompts = [ids[mask > 0].tolist() for ids, mask in zip(g["prompt_ids"], g["prompt_mask"], strict=True)]
     out = policy.generate(prompts, max_new_tokens=32)
     for i, wanted in enumerate(g["new_ids"]):
@@ -72,6 +72,6 @@ def test_wrong_use_says_what_to_do(policy, tmp_path):
         with pytest.raises(ValueError) as error:
             call()
         assert says in str(error.value)
-    folder = shutil.copytree(DATA / "dense_tied", tmp_path / "no-tokenizer")
+    folder = shutil.copytree(CHECKPOINTS / "dense_tied", tmp_path / "no-tokenizer")
     with pytest.raises(ValueError, match="no tokenizer"):
         load_policy(folder).generate(["text"])

@@ -4,18 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
 from jax.sharding import AxisType
 
 from sat_jax import model
+from tests.helpers import ROOT
 from tests.helpers.models import MOE
 
 from .sharded_main import CASES
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,9 @@ from sat_jax.rewards.extract import Policy, extract_answer
 from sat_jax.rewards.functions import GradeJob
 from sat_jax.rewards.grader import Grader
 from sat_jax.rewards.math import grade, grade_boxed, grade_lenient, verify
+from tests.helpers import DATA
 
-PAIRS = [
-    json.loads(line)
-    for line in (Path(__file__).parents[2] / "data" / "rewards" / "answer_pairs.jsonl").read_text().splitlines()
-]
+PAIRS = [json.loads(line) for line in (DATA / "rewards" / "answer_pairs.jsonl").read_text().splitlines()]
 
 # Pairs the policies decide differently from the file, where the file itself calls them a matter of convention.
 BOXED_ONLY = {66}

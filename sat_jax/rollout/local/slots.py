@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from sat_jax.rollout.engine import Request, SamplingParams
-from sat_jax.rollout.local_programs import Decoded, EngineShape, SlotState
-from sat_jax.rollout.sampling import RowParams
+from sat_jax.rollout.local.compiled import Decoded, EngineShape, SlotState
+from sat_jax.rollout.local.sampling import RowParams
 from sat_jax.types import NO_TOKEN, FinishReason, Trajectory
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from sat_jax import model
 from sat_jax.rollout.engine import MAX_SUPPORT, Request
-from sat_jax.rollout.local_programs import Decoded, EngineShape, programs_for
-from sat_jax.rollout.local_records import Records
+from sat_jax.rollout.local.compiled import Decoded, EngineShape, programs_for
+from sat_jax.rollout.local.slots import Records
 from sat_jax.types import FinishReason, Trajectory
 
 KVOnSwap = Literal["keep", "recompute"]

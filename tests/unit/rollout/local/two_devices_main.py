@@ -7,7 +7,7 @@ from sat_jax import model
 from sat_jax.rollout.engine import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.types import Prompt
-from tests.unit.rollout.test_local import CFG, LEAN
+from tests.unit.rollout.local.test_engine import CFG, LEAN
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """Sampling: golden distributions of transformers' warpers, the draw, and what a log-prob refers to."""
 
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +8,12 @@ import numpy as np
 import pytest
 
 from sat_jax.rollout.engine import SamplingParams
-from sat_jax.rollout.sampling import RowParams, draw, sample, sample_recorded, support_logits, top_k, uniforms
+from sat_jax.rollout.local.sampling import RowParams, draw, sample, sample_recorded, support_logits, top_k, uniforms
 from sat_jax.types import NO_TOKEN
+from tests.helpers import DATA
 
-DATA = Path(__file__).parents[2] / "data" / "rollout"
-CASES = json.loads((DATA / "sampling_cases.json").read_text())["settings"]
-GOLDEN = np.load(DATA / "sampling_cases.npz")
+CASES = json.loads((DATA / "rollout" / "sampling_cases.json").read_text())["settings"]
+GOLDEN = np.load(DATA / "rollout" / "sampling_cases.npz")
 
 
 ROWS, VOCABULARY = 256, 512

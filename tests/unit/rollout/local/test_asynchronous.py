@@ -12,7 +12,7 @@ from sat_jax.rollout.local import LocalEngine
 from sat_jax.rollout.queue import GroupQueue
 from sat_jax.rollout.schedule import fixed_delay, free_running
 from sat_jax.rollout.worker import RolloutWorker
-from tests.unit.rollout.test_local import CFG, LEAN, score
+from tests.unit.rollout.local.test_engine import CFG, LEAN, score
 
 GROUPS, SIZE, STEPS = 2, 3, 6
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from sat_jax import model
-from sat_jax.rollout.sampling import RowParams, sample, sample_recorded, uniforms
+from sat_jax.rollout.local.sampling import RowParams, sample, sample_recorded, uniforms
 
 
 @dataclasses.dataclass(frozen=True)

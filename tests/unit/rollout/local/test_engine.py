@@ -6,7 +6,6 @@ import subprocess
 import sys
 import zlib
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from sat_jax.data.batching import Support, check_support
 from sat_jax.rollout.engine import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.types import NO_TOKEN, Prompt
+from tests.helpers import DATA, ROOT
 
 CFG = model.ModelConfig(
     model_type="qwen3_moe",
@@ -362,8 +362,8 @@ def test_close_frees_the_device(engine):
 @pytest.mark.parametrize(("name", "split"), [("moe_top4_norm", True), ("dense_tied", False)])
 def test_greedy_decoding_matches_the_golden_checkpoints(name, split, monkeypatch):
     """transformers' generate: tokens exactly, log-probs at temperature 1."""
-    monkeypatch.setattr("sat_jax.rollout.local._SMALL_POLICY", 0 if split else 10**9)
-    folder = Path(__file__).parents[2] / "data" / "model" / name
+    monkeypatch.setattr("sat_jax.rollout.local.engine._SMALL_POLICY", 0 if split else 10**9)
+    folder = DATA / "model" / name
     cfg = hub.read_config(folder)
     golden = np.load(folder / "greedy.npz")
     engine = LocalEngine(
@@ -391,7 +391,7 @@ def test_greedy_decoding_matches_the_golden_checkpoints(name, split, monkeypatch
 def test_layers_side_by_side_compute_what_stacked_ones_do(params, monkeypatch):
     requests = [request(f"r{n}", n, seed=n) for n in (2, 7)]
     stacked = list(LocalEngine(CFG, params, **LEAN).generate(requests))
-    monkeypatch.setattr("sat_jax.rollout.local._SMALL_POLICY", 0)
+    monkeypatch.setattr("sat_jax.rollout.local.engine._SMALL_POLICY", 0)
     split = by_name(LocalEngine(CFG, params, **LEAN).generate(requests))
     for t in stacked:
         np.testing.assert_array_equal(t.response_ids, split[t.request_id].response_ids)
@@ -399,15 +399,14 @@ def test_layers_side_by_side_compute_what_stacked_ones_do(params, monkeypatch):
 
 
 def test_the_engine_samples_on_a_device_of_its_own_or_on_a_mesh():
-    root = Path(__file__).parents[3]
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(root),
+        "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.rollout.two_devices_main"],
-        cwd=root,
+        [sys.executable, "-m", "tests.unit.rollout.local.two_devices_main"],
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
