@@ -14,7 +14,7 @@ import matplotlib.image
 import numpy as np
 
 from sat_jax import plots
-from sat_jax.run_folder import read_run
+from sat_jax.runs.reader import read_run
 
 FIGURES = {
     "default_run": (plots.learning_curve, plots.mismatch, plots.rates),

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sat_jax.run_folder import Run, outcome, sat_window
+from sat_jax.runs.reader import Run, outcome, sat_window
 
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 

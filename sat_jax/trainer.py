@@ -20,24 +20,26 @@ import numpy as np
 
 from sat_jax import learner, setup
 from sat_jax.batches import Batches
-from sat_jax.checkpoint import Checkpoints, restore_params, save_params
 from sat_jax.config import ExperimentConfig, WarmStartConfig, schedule
 from sat_jax.data.batching import make_sft_batch
 from sat_jax.data.pipeline import PromptStream
+from sat_jax.dataclass_json import to_dict
 from sat_jax.display import Display
 from sat_jax.evaluation import Evaluation, evaluate
 from sat_jax.host_metrics import rollout_metrics, sample_records
 from sat_jax.learner import LearnerSpec
 from sat_jax.learner.compiled import Programs
-from sat_jax.metrics import MetricsWriter
-from sat_jax.process import CONFIG_FILE, StopRequest, locked, remove, stop_on_signal, write_config
 from sat_jax.report import write_report
 from sat_jax.rollout.engine import Engine, SamplingParams
 from sat_jax.rollout.ledger import Ledger, read_ledger
 from sat_jax.rollout.queue import GroupQueue, QueueStopped
 from sat_jax.rollout.weights import copy_params
 from sat_jax.rollout.worker import RolloutWorker
-from sat_jax.run_folder import LEDGER_FILE, read_run
+from sat_jax.runs.checkpoint import Checkpoints, restore_params, save_params
+from sat_jax.runs.folder import CONFIG_FILE, LEDGER_FILE, locked, remove, write_config
+from sat_jax.runs.reader import read_run
+from sat_jax.runs.writer import MetricsWriter
+from sat_jax.signals import StopRequest, stop_on_signal
 from sat_jax.types import Batch, Group, TrainState
 
 INTERRUPTED = 130
@@ -88,7 +90,7 @@ class Trainer:
                 if fresh:
                     remove(self.run_dir)
                 raise
-            write_config(self.run_dir, self.config, self._resume)
+            write_config(self.run_dir, self.config.name, to_dict(self.config), resumed=self._resume)
             start = 0 if restored is None else int(restored.state.step)
             writer = stack.enter_context(MetricsWriter(self.run_dir, resume_step=start if self._resume else None))
             display = stack.enter_context(

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from sat_jax import learner, setup
-from sat_jax.checkpoint import Checkpoints
 from sat_jax.config import ExperimentConfig
 from sat_jax.dataclass_json import from_dict
+from sat_jax.runs.checkpoint import Checkpoints
 
 
 def run_config(folder: Path) -> ExperimentConfig | None:

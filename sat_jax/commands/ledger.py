@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sat_jax.rollout.ledger import audit, read_ledger
-from sat_jax.run_folder import LEDGER_FILE
+from sat_jax.runs.folder import LEDGER_FILE
 
 _SHOWN = 10
 

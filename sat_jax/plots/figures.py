@@ -32,7 +32,7 @@ from sat_jax.plots.parts import (
     styled,
     ticks,
 )
-from sat_jax.run_folder import Run
+from sat_jax.runs.reader import Run
 
 
 @styled

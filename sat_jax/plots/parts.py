@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sat_jax.metrics import describe
-from sat_jax.run_folder import Run
+from sat_jax.runs.reader import Run
 
 INK, MUTED, GRID = "#1f2a37", "#5c6773", "#d5dae1"
 """Text, secondary text and grid lines. The report replaces these and ``PALETTE`` by its own light and dark variants."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from sat_jax import plots
 from sat_jax.report.samples import pick_samples, samples_html
-from sat_jax.run_folder import Run, flatten, outcome, read_run, sat_window
+from sat_jax.runs.reader import Run, flatten, outcome, read_run, sat_window
 
 GENERATOR = "sat_jax report"
 """Marks our own pages, which may be written over; nothing else is."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sat_jax.run_folder import Run
+from sat_jax.runs.reader import Run
 
 MAX_TOKENS = 600
 """Tokens of a response that the page shows; a 32k-token response would make the page unreadable."""

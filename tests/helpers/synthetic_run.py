@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sat_jax.metrics import MetricsWriter, value_counts
+from sat_jax.metrics import value_counts
+from sat_jax.runs.writer import MetricsWriter
 
 EPS = 0.2
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from sat_jax import hub, learner, load_policy, model, setup
-from sat_jax.checkpoint import Checkpoints
 from sat_jax.cli import main
 from sat_jax.config import ExperimentConfig, load_config
 from sat_jax.dataclass_json import to_dict
+from sat_jax.runs.checkpoint import Checkpoints
 
 LLAMA = model.ModelConfig(
     model_type="llama",

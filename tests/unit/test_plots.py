@@ -11,9 +11,9 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from sat_jax import plots
-from sat_jax.metrics import MetricsWriter
 from sat_jax.plots.parts import binned, smoothed
-from sat_jax.run_folder import Run, read_run
+from sat_jax.runs.reader import Run, read_run
+from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import make_run, write_config
 
 FIGURES = [

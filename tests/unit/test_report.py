@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from sat_jax.cli import main
-from sat_jax.metrics import MetricsWriter
 from sat_jax.report import render, write_report
 from sat_jax.report.page import PANELS
 from sat_jax.report.samples import MAX_TOKENS, pick_samples
-from sat_jax.run_folder import Run, read_run
+from sat_jax.runs.reader import Run, read_run
+from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import make_run, write_config
 
 VOID = {"meta", "input", "br", "path", "use", "rect", "link", "img"}

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from sat_jax.checkpoint import Checkpoints, restore_params, save_params
+from sat_jax.runs.checkpoint import Checkpoints, restore_params, save_params
 from sat_jax.types import Group, Prompt, TrainState, Trajectory
 
 

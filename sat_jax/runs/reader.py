@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from sat_jax.metrics import EVALUATIONS_FILE, METRICS_FILE, RESUMES_FILE, SAMPLES_FILE, Truncation
-
-LEDGER_FILE = "ledger.jsonl"
+from sat_jax.runs.folder import EVALUATIONS_FILE, LEDGER_FILE, METRICS_FILE, RESUMES_FILE, SAMPLES_FILE
+from sat_jax.runs.jsonl import Truncation, read_lines
 
 Histogram = Mapping[str, int]
 """Value -> count, as ``metrics.value_counts`` writes it."""
@@ -97,12 +96,12 @@ def read_run(path: Path, max_samples: int = 400) -> Run:
     if not isinstance(info, dict) or not isinstance(info.get("config"), dict):
         raise ValueError(f"{config_file} has no object under 'config': it is not the config.json of a run")
     notices: list[str] = []
-    rows = list(_read_lines(path / METRICS_FILE, notices))
+    rows = list(read_lines(path / METRICS_FILE, notices))
     steps, columns, histograms = _columns(rows)
     notices += _nonfinite_notices(rows) + _fault_notices(columns)
-    evaluations = {row["step"]: row for row in _read_lines(path / EVALUATIONS_FILE, notices)}
+    evaluations = {row["step"]: row for row in read_lines(path / EVALUATIONS_FILE, notices)}
     samples = _read_samples(path / SAMPLES_FILE, max_samples, notices)
-    for resume in _read_lines(path / RESUMES_FILE, notices):
+    for resume in read_lines(path / RESUMES_FILE, notices):
         removed = [str(Truncation(**entry)) for entry in resume["truncated"]]
         loss = f"; {', '.join(removed)} past it moved to {RESUMES_FILE}" if removed else ""
         notices.append(f"resumed at step {resume['step']}{loss}")
@@ -189,24 +188,6 @@ def sat_window(q: float, eps_high: float, noise: float = 1e-5) -> str:
     if q <= noise:
         return f"noise: q = {q:.1e} is rounding error"
     return f"active: q = {q:.3g} is below log(1 + eps) = {edge:.3g}"
-
-
-def _read_lines(path: Path, notices: list[str]) -> Iterator[dict[str, Any]]:
-    """Objects of a JSONL file; none where the file is missing. A half-written last line is skipped, and said."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                if line.endswith(b"\n"):
-                    raise ValueError(f"{path} line {number} is not JSON: restore or delete that line") from error
-                notices.append(f"the last line of {path.name} (line {number}) is half-written and was skipped")
-                return
-            if not isinstance(row, dict) or "step" not in row:
-                raise ValueError(f"{path} line {number} is no object with a 'step': restore or delete that line")
-            yield row
 
 
 def _columns(

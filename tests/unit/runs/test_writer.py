@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sat_jax.metrics import METRICS, MetricsWriter, metrics_markdown, value_counts
+from sat_jax.metrics import METRICS, metrics_markdown, value_counts
+from sat_jax.runs.writer import MetricsWriter
 from tests.helpers import ROOT
 
 # The names that users' scripts rely on.
@@ -102,7 +103,7 @@ def test_every_kind_of_scalar_becomes_a_json_number(tmp_path: Path) -> None:
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_a_float32_comes_back_bit_for_bit(x: float) -> None:
-    from sat_jax.metrics import _plain
+    from sat_jax.runs.writer import _plain
 
     back = json.loads(json.dumps(_plain(np.float32(x), "x", [])))
     assert np.float32(back).tobytes() == np.float32(x).tobytes()

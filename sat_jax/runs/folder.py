@@ -1,4 +1,4 @@
-"""What a training process owns besides its computation: its signals, its lock on the run folder, ``config.json``."""
+"""A run's folder: the names of its files, the lock on it, ``config.json``."""
 
 from __future__ import annotations
 
@@ -6,50 +6,21 @@ import fcntl
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import jax
 
-from sat_jax import __version__
-from sat_jax.config import ExperimentConfig
-from sat_jax.dataclass_json import to_dict
+from sat_jax.version import __version__
 
 CONFIG_FILE = "config.json"
-
-
-class StopRequest:
-    """Set by Ctrl-C or SIGTERM. Whoever waits for something that may never come registers how to wake it up."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self.wake: Callable[[], None] = lambda: None
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested:  # the second one means it
-            raise KeyboardInterrupt
-        self.requested = True
-        # Not print: a handler may interrupt one.
-        os.write(2, b"\nstopping as soon as the step is done and checkpointed; once more to quit at once\n")
-        self.wake()
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[StopRequest]:
-    """Ctrl-C and SIGTERM ask for a stop at the next safe point; a second one interrupts at once."""
-    request = StopRequest()
-    previous = {s: signal.signal(s, request) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield request
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
+RESUMES_FILE, LEDGER_FILE, TENSORBOARD_DIR = "resumes.jsonl", "ledger.jsonl", "tensorboard"
 
 
 @contextmanager
@@ -63,14 +34,14 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def write_config(run_dir: Path, config: ExperimentConfig, resumed: bool) -> None:
+def write_config(run_dir: Path, name: str, config: Mapping[str, Any], resumed: bool) -> None:
     """``config.json``: what was asked for and what it runs on. Replaced whole, or not at all."""
     path = run_dir / CONFIG_FILE
     command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     before = json.loads(path.read_text(encoding="utf-8")) if resumed and path.exists() else {}
     record = {
-        "name": config.name,
-        "config": to_dict(config),
+        "name": name,
+        "config": config,
         "versions": {"sat_jax": __version__, "jax": jax.__version__, "python": platform.python_version()},
         "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
         "git_commit": _git_commit(),
@@ -84,7 +55,7 @@ def write_config(run_dir: Path, config: ExperimentConfig, resumed: bool) -> None
 
 def _git_commit() -> str | None:
     """Commit of the checkout that this code runs from, with ``+`` where it has changes; None outside of one."""
-    here = Path(__file__).resolve().parent.parent
+    here = Path(__file__).resolve().parents[2]
     if not (here / ".git").exists():
         return None
     try:

@@ -1,0 +1,1 @@
+"""A run's disk: its folder and lock, its lines, its checkpoints, and reading all of that back."""
