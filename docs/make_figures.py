@@ -13,12 +13,12 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 
-from sat_jax import plots
+from sat_jax.report import figures
 from sat_jax.runs.reader import read_run
 
 FIGURES = {
-    "default_run": (plots.learning_curve, plots.mismatch, plots.rates),
-    "smollm2_sums": (plots.learning_curve, plots.mismatch),
+    "default_run": (figures.learning_curve, figures.mismatch, figures.rates),
+    "smollm2_sums": (figures.learning_curve, figures.mismatch),
 }
 
 

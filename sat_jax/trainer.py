@@ -24,12 +24,12 @@ from sat_jax.config import ExperimentConfig, WarmStartConfig, schedule
 from sat_jax.data.batching import make_sft_batch
 from sat_jax.data.pipeline import PromptStream
 from sat_jax.dataclass_json import to_dict
-from sat_jax.display import Display
 from sat_jax.evaluation import Evaluation, evaluate
 from sat_jax.host_metrics import rollout_metrics, sample_records
 from sat_jax.learner import LearnerSpec
 from sat_jax.learner.compiled import Programs
 from sat_jax.report import write_report
+from sat_jax.report.terminal import Display
 from sat_jax.rollout.engine import Engine, SamplingParams
 from sat_jax.rollout.ledger import Ledger, read_ledger
 from sat_jax.rollout.queue import GroupQueue, QueueStopped

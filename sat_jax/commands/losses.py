@@ -76,7 +76,7 @@ def inspect(
         kl_loss_coef: Add the KL term with this weight; needs reference_log_probs.
         count_empty_rows: Rows without an active token count in the mean over responses, as in TRL and slime.
     """
-    from sat_jax import inspection
+    from sat_jax.inspection import batch as inspection
 
     asked = [name.strip() for name in (method, *compare.split(",")) if name.strip()]
     names = list(dict.fromkeys(asked)) or ["sat-gspo"]
@@ -105,7 +105,7 @@ def inspect(
     if grad is not None:
         _save_gradient(grad, found[0][2].gradient)
     if plot is not None:
-        from sat_jax.geometry import batch_figure, save
+        from sat_jax.inspection.geometry import batch_figure, save
 
         save(batch_figure(found[0][2], configs[0]), plot)
     if as_json:
@@ -137,8 +137,8 @@ def geometry(
         exponent: SAT's Hill exponent.
         tis_cap: Cap of tis-reinforce.
     """
-    from sat_jax.geometry import geometry_figure, save
-    from sat_jax.inspection import configure
+    from sat_jax.inspection.batch import configure
+    from sat_jax.inspection.geometry import geometry_figure, save
 
     config = configure(method, eps_low=eps_low, eps_high=eps_high, exponent=exponent, tis_cap=tis_cap)
     save(geometry_figure(config, mu, q), out)
@@ -168,7 +168,7 @@ def _save_gradient(path: Path, gradient: Any) -> None:
 
 
 def _print_inspections(found: list[Any], show_files: bool) -> None:
-    from sat_jax.inspection import table_rows
+    from sat_jax.inspection.batch import table_rows
 
     console = Console()
     table = Table()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sat_jax import plots
+from sat_jax.report import figure_parts, figures
 from sat_jax.report.samples import pick_samples, samples_html
 from sat_jax.runs.reader import Run, flatten, outcome, read_run, sat_window
 
@@ -35,7 +35,7 @@ class Panel:
     title: str
     caption: str
     keys: tuple[str, ...]
-    plot: plots.Plot
+    plot: figure_parts.Plot
     missing: str = "not logged"
 
 
@@ -44,7 +44,7 @@ PANELS = (
         "Learning curve",
         "Held-out accuracy before, during and after training: mean over k samples of every problem.",
         ("eval/avg@k",),
-        plots.learning_curve,
+        figures.learning_curve,
         "no evaluations yet",
     ),
     Panel(
@@ -52,57 +52,57 @@ PANELS = (
         "How far learner and rollout engine disagree on the sampled tokens. SAT can act between rounding noise and "
         "log(1 + ε): beyond it, every gated token is already clipped.",
         ("train/d_bar", "sat/q"),
-        plots.mismatch,
+        figures.mismatch,
     ),
     Panel(
         "SAT radii",
         "Clip radii after contraction, averaged over active tokens, and the strongest contraction of each batch.",
         ("sat/eps_low_mean", "sat/eps_high_mean", "sat/c_low_min", "sat/c_high_min"),
-        plots.radii,
+        figures.radii,
     ),
     Panel(
         "Gate, clip and intercept rate",
         "The gate rate is close to 1 − α by construction. What SAT changes is the intercept rate: gradients that the "
         "nominal interval would have kept.",
         ("sat/gate_rate", "train/clip_fraction", "sat/intercept_rate"),
-        plots.rates,
+        figures.rates,
     ),
     Panel(
         "Staleness",
         "Policy versions between sampling a token and training on it.",
         ("async/staleness_mean", "async/staleness_max", "async/staleness_histogram"),
-        plots.staleness,
+        figures.staleness,
     ),
     Panel(
         "Rewards",
         "Distribution over responses, and groups without a learning signal.",
         ("rollout/reward_mean", "rollout/reward_histogram", "rollout/zero_std_groups"),
-        plots.rewards,
+        figures.rewards,
     ),
     Panel(
         "Optimisation",
         "KL and entropy in nats per token; gradient norm before clipping.",
         ("train/kl_loss", "train/entropy", "train/grad_norm"),
-        plots.optimisation,
+        figures.optimisation,
     ),
     Panel(
         "Queue and routing",
         "Finished groups waiting, groups that became too old, and how often the learner's router would have chosen the "
         "engine's experts.",
         ("async/queue_groups", "async/dropped_stale", "moe/router_agreement"),
-        plots.asynchrony,
+        figures.asynchrony,
     ),
     Panel(
         "Throughput",
         "Tokens per second, and where the time of a learner step goes. Compilation in the first step is cut off.",
         ("rollout/tokens_per_s", "perf/tokens_per_s", "perf/step_time_s"),
-        plots.throughput,
+        figures.throughput,
     ),
     Panel(
         "Responses",
         "Length, and the share that the token budget cut off.",
         ("rollout/response_len_mean", "rollout/truncated_ratio"),
-        plots.responses,
+        figures.responses,
     ),
 )
 
@@ -194,7 +194,7 @@ def _notices(runs: Sequence[Run]) -> str:
 def _tiles(run: Run) -> str:
     tiles = []
     result = outcome(run)
-    at_k = plots.at_k(run)
+    at_k = figures.at_k(run)
     if result is None:
         tiles.append((f"held-out {at_k}", "–", "no evaluations yet"))
     else:
@@ -281,11 +281,11 @@ def _comparison(runs: Sequence[Run]) -> str:
             _median(run, "rollout/tokens_per_s"),
             _wall_time(run),
         ]
-        color = f"var(--c{i % len(plots.PALETTE)})"
+        color = f"var(--c{i % len(figure_parts.PALETTE)})"
         name = f'<td class="name"><span class="chip" style="background:{color}"></span>{_text(run.name)}</td>'
         rows.append(f"<tr>{name}{''.join(f'<td class=n>{_text(cell)}</td>' for cell in cells)}</tr>")
     caption = (
-        f"Held-out {plots.at_k(runs[0])}. The best evaluation alone hides a collapse: read it with the final one and "
+        f"Held-out {figures.at_k(runs[0])}. The best evaluation alone hides a collapse: read it with the final one and "
         "the largest fall."
     )
     table = f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
@@ -308,7 +308,7 @@ def _figure(panel: Panel, runs: Sequence[Run], number: int) -> str:
         keys = "" if panel.missing != "not logged" else f": {', '.join(panel.keys)}"
         content = f'<div class="missing">{_text(panel.missing + keys)}</div>'
     else:
-        svg = plots.to_svg(panel.plot(runs), prefix=f"f{number}")
+        svg = figure_parts.to_svg(panel.plot(runs), prefix=f"f{number}")
         content = _themed(svg).replace("<svg ", f'<svg role="img" aria-label="{_text(panel.title)}" ', 1)
     return (
         f'<div class="card"><h3>{_text(panel.title)}</h3><p class="caption">{_text(panel.caption)}</p>{content}</div>'
@@ -323,8 +323,8 @@ def _has(run: Run, key: str) -> bool:
 
 def _themed(svg: str) -> str:
     """Literal colours become the style sheet's variables, so that figures follow the reader's light or dark theme."""
-    variables = {plots.INK: "--ink", plots.MUTED: "--muted", plots.GRID: "--grid"}
-    variables |= {color: f"--c{i}" for i, color in enumerate(plots.PALETTE)}
+    variables = {figure_parts.INK: "--ink", figure_parts.MUTED: "--muted", figure_parts.GRID: "--grid"}
+    variables |= {color: f"--c{i}" for i, color in enumerate(figure_parts.PALETTE)}
     for color, variable in variables.items():
         svg = svg.replace(color, f"var({variable})")
     return svg
@@ -335,7 +335,7 @@ def _evaluations(run: Run) -> str:
         return '<h2>Evaluations</h2><div class="card"><div class="missing">no evaluations yet</div></div>'
     sources = sorted({name for e in run.evaluations for name in e.get("sources", {})})
     shown = sources if len(sources) > 1 else []
-    labels = ["step", plots.at_k(run), plots.at_k(run, "pass"), "problems", "mean length", "truncated", *shown]
+    labels = ["step", figures.at_k(run), figures.at_k(run, "pass"), "problems", "mean length", "truncated", *shown]
     head = "".join(f'<th class="n">{_text(label)}</th>' for label in labels)
     rows = []
     for e in run.evaluations:
@@ -407,7 +407,7 @@ def _recent(run: Run, key: str) -> float | None:
 
 def _median(run: Run, key: str) -> str:
     _, values = run.series(key)
-    return plots.compact(float(np.median(values))) if len(values) else "–"
+    return figure_parts.compact(float(np.median(values))) if len(values) else "–"
 
 
 def _wall_time(run: Run) -> str:

@@ -30,11 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": NOUNS | {"data", "rewards", "rollout"},
     "policy": NOUNS | {"model", "hub", "data", "rollout"},
     "metrics": NOUNS,
-    "plots": NOUNS | {"metrics", "runs"},
-    "report": NOUNS | {"metrics", "runs", "plots"},
-    "display": NOUNS | {"metrics", "runs"},
+    "report": NOUNS | {"metrics", "runs"},
     "inspection": NOUNS | {"losses", "kernels"},
-    "geometry": NOUNS | {"losses", "kernels", "inspection"},
     "config": NOUNS | {"losses", "model", "data", "rollout"},
 }
 SHELL = {

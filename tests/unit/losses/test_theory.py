@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sat_jax.geometry import token_at
+from sat_jax.inspection.geometry import token_at
 from sat_jax.losses import LossConfig
 from sat_jax.losses.rules.sat import SatSummary
 from sat_jax.losses.tokens import token_terms

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sat_jax.inspection import Inspection
+from sat_jax.inspection.batch import Inspection
 from sat_jax.losses import LossConfig
 from sat_jax.losses.masked import one_token
 from sat_jax.losses.ratios import safe_exp

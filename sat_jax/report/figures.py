@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from sat_jax.plots.parts import (
+from sat_jax.report.figure_parts import (
     PALETTE,
     Series,
     bars,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sat_jax.display import Display, duration, sparkline, summary_table
+from sat_jax.report.terminal import Display, duration, sparkline, summary_table
 from sat_jax.runs.reader import read_run
 from tests.helpers.synthetic_run import evaluation, make_run, step_metrics, write_config
 

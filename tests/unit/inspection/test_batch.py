@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sat_jax import inspection, losses
+from sat_jax import losses
 from sat_jax.commands.losses import geometry, inspect, methods
-from sat_jax.geometry import curve
+from sat_jax.inspection import batch as inspection
+from sat_jax.inspection.geometry import curve
 
 D = np.array([[0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.15, 9.0]])
 

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from sat_jax import plots
-from sat_jax.plots.parts import binned, smoothed
+from sat_jax.report import figure_parts, figures
+from sat_jax.report.figure_parts import binned, smoothed
 from sat_jax.runs.reader import Run, read_run
 from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import make_run, write_config
 
 FIGURES = [
-    plots.learning_curve,
-    plots.mismatch,
-    plots.radii,
-    plots.rates,
-    plots.staleness,
-    plots.optimisation,
-    plots.throughput,
-    plots.rewards,
-    plots.responses,
-    plots.asynchrony,
+    figures.learning_curve,
+    figures.mismatch,
+    figures.radii,
+    figures.rates,
+    figures.staleness,
+    figures.optimisation,
+    figures.throughput,
+    figures.rewards,
+    figures.responses,
+    figures.asynchrony,
 ]
 
 
@@ -44,7 +44,7 @@ def texts(figure: object) -> str:
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda f: f.__name__)
-def test_every_axis_is_named_and_every_line_is_finite(figure: plots.Plot, runs: list[Run]) -> None:
+def test_every_axis_is_named_and_every_line_is_finite(figure: figure_parts.Plot, runs: list[Run]) -> None:
     for chosen in (runs[:1], runs):
         drawn = figure(chosen)
         assert drawn.axes[-1].get_xlabel() in ("learner step", "lag (policy versions)", "reward")
@@ -55,13 +55,13 @@ def test_every_axis_is_named_and_every_line_is_finite(figure: plots.Plot, runs: 
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda f: f.__name__)
-def test_missing_data_is_said_in_the_figure(figure: plots.Plot, tmp_path: Path) -> None:
+def test_missing_data_is_said_in_the_figure(figure: figure_parts.Plot, tmp_path: Path) -> None:
     write_config(tmp_path)
     assert re.search(r"not logged|no evaluations yet|no lags|no rewards", texts(figure([read_run(tmp_path)])))
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda f: f.__name__)
-def test_one_step_is_enough_to_draw(figure: plots.Plot, tmp_path: Path) -> None:
+def test_one_step_is_enough_to_draw(figure: figure_parts.Plot, tmp_path: Path) -> None:
     drawn = figure([read_run(make_run(tmp_path, steps=1))])
     drawn.draw_without_rendering()
     assert any(axes.has_data() or axes.texts for axes in drawn.axes)
@@ -69,32 +69,32 @@ def test_one_step_is_enough_to_draw(figure: plots.Plot, tmp_path: Path) -> None:
 
 def test_the_learning_curve_carries_the_numbers(runs: list[Run]) -> None:
     values = [e["avg@k"] for e in runs[0].evaluations]
-    said = texts(plots.learning_curve(runs[:1]))
+    said = texts(figures.learning_curve(runs[:1]))
     assert f"{values[0]:.2f}" in said
     assert f"{values[-1]:.2f}" in said
     assert "held-out avg@8" in said
-    compared = texts(plots.learning_curve(runs))
+    compared = texts(figures.learning_curve(runs))
     for run in runs:
         assert f"{run.evaluations[-1]['avg@k']:.3f}" in compared
         assert run.name in compared
 
 
 def test_the_window_line_stands_at_log_one_plus_eps(runs: list[Run]) -> None:
-    _, bottom = plots.mismatch(runs[:1]).axes
+    _, bottom = figures.mismatch(runs[:1]).axes
     assert any(np.allclose(line.get_ydata(), math.log1p(0.2)) for line in bottom.lines)
     low, high = bottom.get_ylim()
     assert low < math.log1p(0.2) < high
 
 
 def test_staleness_is_counted_over_all_tokens_or_else_over_the_samples(runs: list[Run], tmp_path: Path) -> None:
-    counts, origin = plots.staleness_counts(runs[0])
+    counts, origin = figures.staleness_counts(runs[0])
     assert origin == "all active tokens"
     assert counts == {**{float(lag): 1792.0 for lag in range(8)}, 8.0: 52 * 1792.0}
     write_config(tmp_path)
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         # The batch of step 6 was trained on by version 5.
         writer.log_samples(6, [{"policy_versions": [3, 3, 5], "reward": 1.0}])
-    assert plots.staleness_counts(read_run(tmp_path)) == ({2.0: 2, 0.0: 1}, "tokens of the logged samples")
+    assert figures.staleness_counts(read_run(tmp_path)) == ({2.0: 2, 0.0: 1}, "tokens of the logged samples")
 
 
 def test_rewards_are_split_by_thirds_of_the_run(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_rewards_are_split_by_thirds_of_the_run(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step, solved in enumerate((0, 1, 2, 3, 4, 4), 1):
             writer.log(step, {"rollout/reward_histogram": {"0": 4 - solved, "1": solved}})
-    thirds, origin = plots.reward_thirds(read_run(tmp_path))
+    thirds, origin = figures.reward_thirds(read_run(tmp_path))
     assert origin == "all responses"
     assert thirds == [{0.0: 7.0, 1.0: 1.0}, {0.0: 3.0, 1.0: 5.0}, {0.0: 0.0, 1.0: 8.0}]
 
@@ -111,7 +111,7 @@ def test_continuous_rewards_are_binned(tmp_path: Path) -> None:
     write_config(tmp_path)
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.log(1, {"rollout/reward_histogram": {f"{i / 100}": 1 for i in range(101)}})
-    top, _ = plots.rewards([read_run(tmp_path)]).axes
+    top, _ = figures.rewards([read_run(tmp_path)]).axes
     assert len(top.patches) == 20
     assert sum(bar.get_height() for bar in top.patches) == pytest.approx(1)
 
@@ -121,7 +121,7 @@ def test_rounding_error_of_the_first_step_does_not_stretch_the_mismatch_axis(tmp
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in range(1, 41):
             writer.log(step, {"train/d_bar": 3e-7 if step == 1 else 0.2, "sat/q": 3e-7 if step == 1 else 0.01 * step})
-    top, bottom = plots.mismatch([read_run(tmp_path)]).axes
+    top, bottom = figures.mismatch([read_run(tmp_path)]).axes
     assert top.get_yscale() == "linear"
     assert bottom.get_yscale() == "linear" or bottom.get_ylim()[0] > 1e-4
 
@@ -131,7 +131,7 @@ def test_a_constant_is_a_flat_line_in_the_middle(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in range(1, 101):
             writer.log(step, {"train/kl_loss": 0.1, "train/entropy": 0.0})
-    kl, entropy, _ = plots.optimisation([read_run(tmp_path)]).axes
+    kl, entropy, _ = figures.optimisation([read_run(tmp_path)]).axes
     assert kl.get_ylim() == pytest.approx((0.09, 0.11))
     assert entropy.get_ylim()[0] < 0 < entropy.get_ylim()[1]
 
@@ -142,7 +142,7 @@ def test_compilation_in_the_first_step_does_not_flatten_the_others(tmp_path: Pat
         for step in range(1, 11):
             times = {"perf/step_time_s": 30.0 if step == 1 else 0.3, "perf/rollout_wait_s": 0.1}
             writer.log(step, {"perf/tokens_per_s": 100.0, **times})
-    _, bottom = plots.throughput([read_run(tmp_path)]).axes
+    _, bottom = figures.throughput([read_run(tmp_path)]).axes
     assert 0.4 <= bottom.get_ylim()[1] <= 1.0
 
 
@@ -170,14 +170,14 @@ def test_colours_stand_out_from_the_page() -> None:
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
         return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
 
-    for color in plots.PALETTE:  # 3:1 against white, as WCAG asks of graphics
+    for color in figure_parts.PALETTE:  # 3:1 against white, as WCAG asks of graphics
         assert 1.05 / (luminance(color) + 0.05) >= 3.0, color
-    for color in (plots.INK, plots.MUTED):  # 4.5:1, as it asks of text
+    for color in (figure_parts.INK, figure_parts.MUTED):  # 4.5:1, as it asks of text
         assert 1.05 / (luminance(color) + 0.05) >= 4.5, color
 
 
 def test_svg_is_the_same_every_time_well_formed_and_prefixed(runs: list[Run]) -> None:
-    first, again = (plots.to_svg(plots.mismatch(runs[:1]), "x1") for _ in range(2))
+    first, again = (figure_parts.to_svg(figures.mismatch(runs[:1]), "x1") for _ in range(2))
     assert first == again
     ElementTree.fromstring(first)
     ids = set(re.findall(r'\bid="([^"]*)"', first))
@@ -189,10 +189,10 @@ def test_svg_is_the_same_every_time_well_formed_and_prefixed(runs: list[Run]) ->
 
 def test_the_process_keeps_its_own_matplotlib_settings(runs: list[Run]) -> None:
     before = dict(matplotlib.rcParams)
-    plots.rates(runs)
+    figures.rates(runs)
     assert dict(matplotlib.rcParams) == before
 
 
 def test_no_run_is_refused() -> None:
     with pytest.raises(ValueError, match="0 runs"):
-        plots.mismatch([])
+        figures.mismatch([])

@@ -1,0 +1,1 @@
+"""A batch dumped by any trainer under a loss, and the clip geometry of that loss."""
