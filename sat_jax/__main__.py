@@ -1,5 +1,5 @@
 """``python -m sat_jax`` is ``sat-jax``."""
 
-from sat_jax.cli import entry
+from sat_jax.cli.main import entry
 
 entry()

@@ -11,12 +11,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
-
-from sat_jax.version import __version__
 
 CONFIG_FILE = "config.json"
 METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
@@ -42,7 +41,7 @@ def write_config(run_dir: Path, name: str, config: Mapping[str, Any], resumed: b
     record = {
         "name": name,
         "config": config,
-        "versions": {"sat_jax": __version__, "jax": jax.__version__, "python": platform.python_version()},
+        "versions": {"sat_jax": version("sat-jax"), "jax": jax.__version__, "python": platform.python_version()},
         "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
         "git_commit": _git_commit(),
         "command": before.get("command", command),

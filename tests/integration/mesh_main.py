@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from sat_jax import setup
-from sat_jax.commands.folders import checkpoint_params
 from sat_jax.config import ExperimentConfig, MeshConfig
 from sat_jax.rollout.local import LocalEngine
-from sat_jax.trainer import Trainer, _Run
+from sat_jax.training import build
+from sat_jax.training.restore import checkpoint_params
+from sat_jax.training.trainer import Trainer, _Run
 from tests.helpers.tiny import tiny
 
 MESH = MeshConfig(data=2, fsdp=2, expert=2)
@@ -67,7 +67,7 @@ def resumed(run: Path, changed: ExperimentConfig, target: Path) -> dict[str, Any
 
 def stored(run: Path, written_by: ExperimentConfig) -> Any:
     """A run's last weights on one device, as ``eval`` and ``export`` read them."""
-    params, step = checkpoint_params(run, written_by, setup.build_policy(written_by, run))
+    params, step = checkpoint_params(run, written_by, build.build_policy(written_by, run))
     assert step == STEPS
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(params)} == {1}
     return params
@@ -83,7 +83,7 @@ def main() -> None:
     report: dict[str, Any] = {"devices": jax.device_count()}
     states: list[dict[str, float]] = []
     engines: list[LocalEngine] = []
-    checkpoint, build = _Run._checkpoint, setup.build_engine
+    checkpoint, make_engine = _Run._checkpoint, build.build_engine
 
     def seen_checkpoint(self: _Run, state: Any, queue: Any) -> None:
         states.append(shares(state))
@@ -91,10 +91,10 @@ def main() -> None:
         checkpoint(self, state, queue)
 
     def seen_engine(*args: Any) -> LocalEngine:
-        engines.append(build(*args))
+        engines.append(make_engine(*args))
         return engines[-1]
 
-    _Run._checkpoint, setup.build_engine = seen_checkpoint, seen_engine  # type: ignore[method-assign]
+    _Run._checkpoint, build.build_engine = seen_checkpoint, seen_engine  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder)
         assert Trainer(config(MeshConfig()), runs / "alone").run() == 0

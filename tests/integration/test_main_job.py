@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from sat_jax import losses
-from sat_jax.cli import main
+from sat_jax.cli.main import main
 from sat_jax.config import ExperimentConfig, LearnerConfig
 from sat_jax.metrics import METRICS
 from sat_jax.rollout.ledger import audit, read_ledger
 from sat_jax.runs.writer import MetricsWriter
-from sat_jax.trainer import INTERRUPTED, Trainer
+from sat_jax.training.trainer import INTERRUPTED, Trainer
 from tests.helpers.tiny import tiny, variant
 
 # What a clock decides; everything else repeats.

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import pytest
 
-from sat_jax import setup
 from sat_jax.config import LearnerConfig, MeshConfig, check
+from sat_jax.training import build
 from tests.helpers import ROOT
 from tests.helpers.tiny import tiny, variant
 
@@ -107,4 +107,4 @@ def test_rows_that_the_mesh_does_not_deal_out_evenly_are_refused() -> None:
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"process 0 of 2: training runs in one process"):
-        setup.build_placement(tiny())
+        build.build_placement(tiny())

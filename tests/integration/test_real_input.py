@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sat_jax import setup
-from sat_jax.cli import main
-from sat_jax.commands.train import parse_options
+from sat_jax.cli.main import main
+from sat_jax.cli.train import parse_options
 from sat_jax.data.tokenizer import Tokenizer
+from sat_jax.training import build
 from tests.helpers import DATA
 
 CHECKPOINT = DATA / "model" / "moe_top4_norm"
@@ -137,11 +137,11 @@ def test_wrong_input_is_one_line_and_leaves_nothing_behind(
 def test_held_out_problems_are_never_trained_on(folder: Path, prompts: Path) -> None:
     prompts.write_text(prompts.read_text() * 2)  # every problem twice
     config = parse_options(["--model", str(folder), "--prompts", str(prompts), *SMALL]).config
-    problems = setup.build_problems(config, Tokenizer.from_folder(folder))
+    problems = build.build_problems(config, Tokenizer.from_folder(folder))
     held, trained = {p.text for p in problems.heldout}, {p.text for p in problems.train}
     assert len(held) == 2
     assert not held & trained
     assert len(problems.train) == 2 * (len(QUESTIONS) - 2)
     everything = replace(config, evaluation=replace(config.evaluation, problems=len(QUESTIONS)))
     with pytest.raises(ValueError, match="nothing would be left to train on"):
-        setup.build_problems(everything, Tokenizer.from_folder(folder))
+        build.build_problems(everything, Tokenizer.from_folder(folder))

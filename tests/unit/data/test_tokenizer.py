@@ -12,10 +12,10 @@ from tokenizers import models, pre_tokenizers, processors
 
 from sat_jax.data import chat
 from sat_jax.data.tokenizer import Tokenizer
+from tests.helpers import DATA
+from tests.helpers.chatml import CHATML
 
-from .conftest import CHATML, TOKENIZER_FILES
-
-GOLDEN = json.loads((TOKENIZER_FILES / "golden.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads(((DATA / "tokenizer") / "golden.json").read_text(encoding="utf-8"))
 USER = [{"role": "user", "content": "hi"}]
 
 

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from sat_jax import hub, load_policy, model
-from sat_jax.cli import main
+from sat_jax.cli.main import main
 from sat_jax.hub.gguf import import_gguf
 from tests.helpers.models import LLAMA, init, run
 

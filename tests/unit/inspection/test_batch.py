@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sat_jax import losses
-from sat_jax.commands.losses import geometry, inspect, methods
+from sat_jax.cli.losses import geometry, inspect, methods
 from sat_jax.inspection import batch as inspection
 from sat_jax.inspection.geometry import curve
 

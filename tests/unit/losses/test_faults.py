@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from sat_jax import losses
-from sat_jax.evaluation import pass_at_k
 from sat_jax.losses import LossConfig, LossInputs
 from sat_jax.losses.kl import kl_estimate
 from sat_jax.losses.masked import masked_mean
 from sat_jax.losses.rules.kpop import Kpop, bernoulli_kl
 from sat_jax.model.head import token_log_probs
+from sat_jax.training.evaluation import pass_at_k
 
 # On-policy REINFORCE with advantage -x has per-token loss x: it hands any numbers to the aggregation.
 MODES = {

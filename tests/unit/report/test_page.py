@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sat_jax.cli import main
+from sat_jax.cli.main import main
 from sat_jax.report import render, write_report
 from sat_jax.report.page import PANELS
 from sat_jax.report.samples import MAX_TOKENS, pick_samples

@@ -6,18 +6,12 @@ is the trainer's business.
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import ModuleType
+from dataclasses import dataclass, field
 from typing import Literal
 
 from sat_jax import losses
 from sat_jax.data.prompts import PromptOptions
-from sat_jax.dataclass_json import nearest
 from sat_jax.losses import LossConfig
 from sat_jax.losses.advantages import AdvantageKind
 from sat_jax.model import ModelConfig
@@ -331,75 +325,3 @@ def schedule(rollout: RolloutConfig) -> Schedule:
     if rollout.regime == "interval":
         return batchwise(rollout.update_weights_interval)
     return free_running(rollout.update_weights_interval)
-
-
-def configs_folder() -> Path:
-    """The folder with the named configurations: ``configs/`` of a checkout, else the copy inside the installed
-    package."""
-    here = Path(__file__).resolve().parent
-    checkout = here.parent / "configs"
-    return checkout if checkout.is_dir() and (here.parent / "pyproject.toml").is_file() else here / "_configs"
-
-
-def config_functions() -> dict[str, Callable[[], ExperimentConfig]]:
-    """Every named configuration, by name: the public functions of ``configs/*.py`` that return an ``ExperimentConfig``.
-
-    Raises:
-        ValueError: two files define the same name.
-    """
-    found: dict[str, Callable[[], ExperimentConfig]] = {}
-    for path in sorted(configs_folder().glob("[!_]*.py")):
-        module = _import_file(path)
-        for name, function in _functions_of(module).items():
-            if name in found:
-                raise ValueError(f"two configurations are called '{name}' (the second in {path.name}): rename one")
-            found[name] = function
-    return found
-
-
-def load_config(spec: str) -> ExperimentConfig:
-    """The configuration that ``spec`` names: ``file.py:function``, or a function of ``configs/``.
-
-    Raises:
-        ValueError: there is no such file or function (with the nearest name).
-    """
-    if spec.endswith(".py"):
-        raise ValueError(f"{spec} names no function: write {spec}:FUNCTION")
-    if ":" in spec:
-        file, _, name = spec.rpartition(":")
-        path = Path(file)
-        if not path.is_file():
-            raise ValueError(f"no configuration file '{file}': expected file.py:function")
-        module = _import_file(path)
-        functions = _functions_of(module)
-        if name not in functions and callable(getattr(module, name, None)):
-            raise ValueError(
-                f"{spec} takes no arguments and says '-> ExperimentConfig' to be a configuration: add that"
-            )
-    else:
-        name, functions = spec, config_functions()
-    if name not in functions:
-        raise ValueError(f"no configuration '{name}'{nearest(name, functions)}")
-    config = functions[name]()
-    return config if config.name != "unnamed" else replace(config, name=name)
-
-
-def _import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"sat_jax_configs.{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"cannot import {path}: expected a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _functions_of(module: ModuleType) -> dict[str, Callable[[], ExperimentConfig]]:
-    return {
-        name: function
-        for name, function in vars(module).items()
-        if inspect.isfunction(function)
-        and not name.startswith("_")
-        and function.__module__ == module.__name__
-        and function.__annotations__.get("return") in (ExperimentConfig, "ExperimentConfig")
-        and not inspect.signature(function).parameters
-    }

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
-from sat_jax import learner, setup
+from sat_jax import learner
 from sat_jax.config import ExperimentConfig
 from sat_jax.dataclass_json import from_dict
 from sat_jax.runs.checkpoint import Checkpoints
+from sat_jax.training import build
 
 
 def run_config(folder: Path) -> ExperimentConfig | None:
@@ -31,7 +32,7 @@ def run_config(folder: Path) -> ExperimentConfig | None:
 
 
 def checkpoint_params(
-    folder: Path, config: ExperimentConfig, policy: setup.Policy, step: int | None = None
+    folder: Path, config: ExperimentConfig, policy: build.Policy, step: int | None = None
 ) -> tuple[Any, int]:
     """The policy's parameters in a run's checkpoint of ``step`` (None: the newest), and that step.
 
@@ -46,7 +47,7 @@ def checkpoint_params(
     checkpoints = Checkpoints(folder / "checkpoints")
     try:
         step = stored[-1] if step is None else step
-        like = learner.init_state(setup.build_learner(config, policy.config), policy.params)
+        like = learner.init_state(build.build_learner(config, policy.config), policy.params)
         state, _, _ = checkpoints.restore(step, like)
         return jax.block_until_ready(state.params), step
     finally:

@@ -9,11 +9,12 @@ from typing import Literal
 import jax
 import tyro
 
-from sat_jax import hub, model, setup
-from sat_jax.commands.folders import checkpoint_params, run_config
+from sat_jax import hub, model
 from sat_jax.hub import gguf
 from sat_jax.hub import upcycle as upcycling
 from sat_jax.policy import load_policy
+from sat_jax.training import build
+from sat_jax.training.restore import checkpoint_params, run_config
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -70,7 +71,7 @@ def export(source: tyro.conf.Positional[Path], out: Path, dtype: Dtype = "float3
         policy = load_policy(folder, dtype)
         cfg, params, files, origin = policy.config, policy.params, policy.source, str(folder)
     else:
-        trained = setup.build_policy(config, folder)
+        trained = build.build_policy(config, folder)
         stored, step = checkpoint_params(folder, config, trained, step)
         cfg, files, origin = _with_token_ids(trained), trained.folder, f"{folder}, step {step}"
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), stored)
@@ -78,7 +79,7 @@ def export(source: tyro.conf.Positional[Path], out: Path, dtype: Dtype = "float3
     print(f"{out}: {cfg.model_type}, {_size(cfg)}, {dtype}, from {origin}")
 
 
-def _with_token_ids(policy: setup.Policy) -> model.ModelConfig:
+def _with_token_ids(policy: build.Policy) -> model.ModelConfig:
     """The configuration with the tokenizer's ids, where a policy that was initialised here names none."""
     cfg, tokenizer = policy.config, policy.tokenizer
     return dataclasses.replace(

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import tyro
 
-from sat_jax.commands.data import data, grade
+from sat_jax.cli.data import data, grade
 from sat_jax.data.prompts import PromptOptions
-
-from .conftest import CHATML
+from tests.helpers.chatml import CHATML
 
 Write = Callable[[str, str], str]
 

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from sat_jax import hub, learner, load_policy, model, setup
-from sat_jax.cli import main
+from sat_jax import hub, learner, load_policy, model
+from sat_jax.cli.main import main
 from sat_jax.config import ExperimentConfig, load_config
 from sat_jax.dataclass_json import to_dict
 from sat_jax.runs.checkpoint import Checkpoints
+from sat_jax.training import build
 
 LLAMA = model.ModelConfig(
     model_type="llama",
@@ -53,8 +54,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, model
     folder = tmp_path_factory.mktemp("run")
     config = _config()
     (folder / "config.json").write_text(json.dumps({"config": to_dict(config), "versions": {}}))
-    policy = setup.build_policy(config, folder)
-    spec = setup.build_learner(config, policy.config)
+    policy = build.build_policy(config, folder)
+    spec = build.build_learner(config, policy.config)
     saved = {}
     checkpoints = Checkpoints(folder / "checkpoints")
     for step in (5, 10):

@@ -29,21 +29,21 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "train": Command(
-        "sat_jax.commands.train:main", "asynchronous RL of a policy; without CONFIG, the embedded default", raw=True
+        "sat_jax.cli.train:main", "asynchronous RL of a policy; without CONFIG, the embedded default", raw=True
     ),
-    "eval": Command("sat_jax.commands.evaluate:main", "avg@k and pass@k of a checkpoint or Hugging Face folder"),
-    "upcycle": Command("sat_jax.commands.convert:upcycle", "dense folder -> mixture of experts with the same function"),
-    "import-gguf": Command("sat_jax.commands.convert:import_gguf", "llama.cpp's GGUF file -> Hugging Face folder"),
+    "eval": Command("sat_jax.cli.evaluate:main", "avg@k and pass@k of a checkpoint or Hugging Face folder"),
+    "upcycle": Command("sat_jax.cli.convert:upcycle", "dense folder -> mixture of experts with the same function"),
+    "import-gguf": Command("sat_jax.cli.convert:import_gguf", "llama.cpp's GGUF file -> Hugging Face folder"),
     "export": Command(
-        "sat_jax.commands.convert:export", "run or checkpoint -> Hugging Face folder that other software loads"
+        "sat_jax.cli.convert:export", "run or checkpoint -> Hugging Face folder that other software loads"
     ),
-    "report": Command("sat_jax.commands.report:report", "one self-contained HTML page from run folders"),
-    "data": Command("sat_jax.commands.data:data", "what a prompt source holds: schema, counts, lengths, one example"),
-    "grade": Command("sat_jax.commands.data:grade", "grades the responses in a JSONL file"),
-    "inspect": Command("sat_jax.commands.losses:inspect", "what a loss does to a batch dumped by any trainer"),
-    "geometry": Command("sat_jax.commands.losses:geometry", "the clip geometry of a rule, as a figure"),
-    "ledger": Command("sat_jax.commands.ledger:ledger", "where every prompt group of a run ended"),
-    "methods": Command("sat_jax.commands.losses:methods", "every named method: its rules, its source"),
+    "report": Command("sat_jax.cli.report:report", "one self-contained HTML page from run folders"),
+    "data": Command("sat_jax.cli.data:data", "what a prompt source holds: schema, counts, lengths, one example"),
+    "grade": Command("sat_jax.cli.data:grade", "grades the responses in a JSONL file"),
+    "inspect": Command("sat_jax.cli.losses:inspect", "what a loss does to a batch dumped by any trainer"),
+    "geometry": Command("sat_jax.cli.losses:geometry", "the clip geometry of a rule, as a figure"),
+    "ledger": Command("sat_jax.cli.ledger:ledger", "where every prompt group of a run ended"),
+    "methods": Command("sat_jax.cli.losses:methods", "every named method: its rules, its source"),
 }
 
 
@@ -143,7 +143,7 @@ def _is_users_mistake(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.filename is not None:
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
 
 
 def _fold(box: str) -> str:

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from sat_jax import setup
-from sat_jax.commands.folders import checkpoint_params, run_config
 from sat_jax.config import ExperimentConfig, PolicyConfig, RewardConfig
 from sat_jax.data.prompts import PromptOptions, load_prompts
-from sat_jax.evaluation import Evaluation, evaluate
 from sat_jax.rewards.grader import Grader
 from sat_jax.rollout.engine import SamplingParams
 from sat_jax.rollout.local import LocalEngine
+from sat_jax.training import build, grading
+from sat_jax.training.evaluation import Evaluation, evaluate
+from sat_jax.training.restore import checkpoint_params, run_config
 from sat_jax.types import Prompt
 
 
@@ -66,7 +66,7 @@ def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
         reward=RewardConfig(function="sat_jax.rewards.math:grade", workers=options.workers),
         sampling=SamplingParams(max_new_tokens=512),
     )
-    policy = setup.build_policy(config, options.model)
+    policy = build.build_policy(config, options.model)
     params, step = policy.params, 0
     if run is not None:
         params, step = checkpoint_params(options.model, config, policy)
@@ -85,7 +85,7 @@ def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
         params,
         policy.tokenizer,
         n_slots=min(options.slots, len(prompts) * options.k),
-        max_len=setup.context_length(sized, policy.config, longest),
+        max_len=build.context_length(sized, policy.config, longest),
     )
     console = Console(stderr=True)
     reward = options.reward or config.reward.function
@@ -95,7 +95,7 @@ def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
         result = evaluate(
             engine,
             prompts,
-            lambda p, t: setup.graded(grader, p, t),
+            lambda p, t: grading.graded(grader, p, t),
             sampling,
             options.k,
             step=step,
@@ -107,12 +107,12 @@ def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
     return 0
 
 
-def _prompts(options: EvalOptions, run: ExperimentConfig | None, policy: setup.Policy) -> list[Prompt]:
+def _prompts(options: EvalOptions, run: ExperimentConfig | None, policy: build.Policy) -> list[Prompt]:
     if options.prompts is not None:
         rules = run.data.prompts if run is not None else PromptOptions()
         prompts = list(load_prompts(options.prompts, policy.tokenizer, rules))
     elif run is not None:
-        prompts = list(setup.build_problems(run, policy.tokenizer).heldout)
+        prompts = list(build.build_problems(run, policy.tokenizer).heldout)
     else:
         raise ValueError("no prompts: give --prompts FILE")
     return prompts[: options.problems] if options.problems else prompts

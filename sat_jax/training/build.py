@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from sat_jax import hub, kernels, losses, model
+from sat_jax import hub, kernels, model
 from sat_jax.config import ExperimentConfig, replays_support
 from sat_jax.data.batching import Routes, Support
 from sat_jax.data.prompts import PromptReport, load_prompts
@@ -21,10 +21,9 @@ from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.data.toy import SortTask, write_tokenizer
 from sat_jax.learner import LearnerSpec, adam, learning_rate
 from sat_jax.model import SAMPLING_RULES, ForwardOptions, ModelConfig, Placement
-from sat_jax.rewards.functions import FAILED_VERDICTS
 from sat_jax.rewards.grader import Grader
 from sat_jax.rollout.local import PREFILL_ROWS, LocalEngine
-from sat_jax.types import Group, Prompt, Trajectory
+from sat_jax.types import Prompt
 
 _TOY = "toy"
 
@@ -242,30 +241,6 @@ def build_grader(config: ExperimentConfig) -> Grader:
     """The reward function behind its workers."""
     reward = config.reward
     return Grader(reward.function, workers=reward.workers, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb)
-
-
-def graded_with_advantages(config: ExperimentConfig, grader: Grader) -> Callable[[Sequence[Group]], list[Group]]:
-    """What the rollout thread does with finished groups: rewards first, then advantages over the whole group.
-
-    A response whose grading failed (not one that is wrong) is left out of its group's baseline; its own advantage is 0.
-    """
-
-    def grade(groups: Sequence[Group]) -> list[Group]:
-        graded = grader.grade_groups(groups)
-        if not graded:
-            return []
-        rewards = np.stack([group.rewards for group in graded])
-        failed = np.array([[t.reward_info["verdict"] in FAILED_VERDICTS for t in g.trajectories] for g in graded])
-        advantages = losses.group_advantages(rewards, kind=config.advantage, failed=failed)
-        return [dataclasses.replace(g, advantages=row) for g, row in zip(graded, advantages, strict=True)]
-
-    return grade
-
-
-def graded(grader: Grader, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Trajectories with their rewards, outside of any group: what an evaluation needs."""
-    groups = [Group(f"eval:{i}", p, (t,)) for i, (p, t) in enumerate(zip(prompts, trajectories, strict=True))]
-    return [group.trajectories[0] for group in grader.grade_groups(groups)]
 
 
 def recorded_routes(policy: ModelConfig) -> Routes | None:

@@ -18,18 +18,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sat_jax import learner, setup
-from sat_jax.batches import Batches
+from sat_jax import learner
 from sat_jax.config import ExperimentConfig, WarmStartConfig, schedule
 from sat_jax.data.batching import make_sft_batch
 from sat_jax.data.pipeline import PromptStream
 from sat_jax.dataclass_json import to_dict
-from sat_jax.evaluation import Evaluation, evaluate
-from sat_jax.host_metrics import rollout_metrics, sample_records
 from sat_jax.learner import LearnerSpec
 from sat_jax.learner.compiled import Programs
 from sat_jax.report import write_report
 from sat_jax.report.terminal import Display
+from sat_jax.rewards.grader import Grader
 from sat_jax.rollout.engine import Engine, SamplingParams
 from sat_jax.rollout.ledger import Ledger, read_ledger
 from sat_jax.rollout.queue import GroupQueue, QueueStopped
@@ -39,7 +37,11 @@ from sat_jax.runs.checkpoint import Checkpoints, restore_params, save_params
 from sat_jax.runs.folder import CONFIG_FILE, LEDGER_FILE, locked, remove, write_config
 from sat_jax.runs.reader import read_run
 from sat_jax.runs.writer import MetricsWriter
-from sat_jax.signals import StopRequest, stop_on_signal
+from sat_jax.training import build, grading
+from sat_jax.training.assemble import Batches
+from sat_jax.training.evaluation import Evaluation, evaluate
+from sat_jax.training.rollout_metrics import rollout_metrics, sample_records
+from sat_jax.training.signals import StopRequest, stop_on_signal
 from sat_jax.types import Batch, Group, TrainState
 
 INTERRUPTED = 130
@@ -70,11 +72,11 @@ class Trainer:
         with ExitStack() as stack:
             try:
                 # Nothing in the folder is touched before everything that can be wrong has been looked at.
-                placement = setup.build_placement(self.config)
-                policy = setup.build_policy(self.config, self.run_dir, placement)
-                problems = setup.build_problems(self.config, policy.tokenizer)
-                context = setup.context_length(self.config, policy.config, problems.longest_prompt)
-                programs = Programs(setup.build_learner(self.config, policy.config, placement))
+                placement = build.build_placement(self.config)
+                policy = build.build_policy(self.config, self.run_dir, placement)
+                problems = build.build_problems(self.config, policy.tokenizer)
+                context = build.context_length(self.config, policy.config, problems.longest_prompt)
+                programs = Programs(build.build_learner(self.config, policy.config, placement))
                 if self.config.warm_start is not None and problems.task is None:
                     raise ValueError(
                         f"warm_start needs demonstrations and {self.config.data.source} has none: use a configuration "
@@ -165,8 +167,8 @@ class _Run:
         self,
         config: ExperimentConfig,
         run_dir: Path,
-        policy: setup.Policy,
-        problems: setup.Problems,
+        policy: build.Policy,
+        problems: build.Problems,
         programs: Programs,
         batches: Batches,
         context: int,
@@ -202,13 +204,13 @@ class _Run:
             self.display.message(f"resumed at step {self.version}: set aside {truncation}")
 
         with ExitStack() as stack:
-            grader = stack.enter_context(setup.build_grader(self.config))
-            grade = setup.graded_with_advantages(self.config, grader)
-            evaluator = setup.build_engine(self.config, self.policy, state.params, self.version, self.context)
+            grader = stack.enter_context(build.build_grader(self.config))
+            grade = grading.graded_with_advantages(self.config, grader)
+            evaluator = build.build_engine(self.config, self.policy, state.params, self.version, self.context)
             stack.callback(evaluator.close)
             if restored is None and not self._evaluate(evaluator, grader, state):
                 return False
-            engine = setup.build_engine(
+            engine = build.build_engine(
                 self.config, self.policy, state.params, self.version, self.context, self.batches.support
             )
             stack.callback(engine.close)
@@ -220,7 +222,7 @@ class _Run:
             return self._loop(state, queue, worker, evaluator, grader)
 
     def _loop(
-        self, state: TrainState, queue: GroupQueue, worker: RolloutWorker, evaluator: Engine, grader: setup.Grader
+        self, state: TrainState, queue: GroupQueue, worker: RolloutWorker, evaluator: Engine, grader: Grader
     ) -> bool:
         config, n = self.config, self.config.rollout.prompts_per_step
         clock = worker.clock()
@@ -286,7 +288,7 @@ class _Run:
         for i in range(warm.steps):
             if self.stop.requested:
                 return None
-            prompts, targets = setup.demonstrations(task, self.config.seed, i, warm.batch_size)
+            prompts, targets = build.demonstrations(task, self.config.seed, i, warm.batch_size)
             batch = make_sft_batch(
                 list(prompts), list(targets), widths=self.batches.widths, rows_multiple=programs.row_ways
             )
@@ -358,7 +360,7 @@ class _Run:
             "perf/train_wait_s": clock["wait_s"],
         }
 
-    def _evaluate(self, engine: Engine, grader: setup.Grader, state: TrainState) -> bool:
+    def _evaluate(self, engine: Engine, grader: Grader, state: TrainState) -> bool:
         """One evaluation of the current weights, written and shown; False where the run was asked to stop."""
         if self.stop.requested:
             return False
@@ -374,7 +376,12 @@ class _Run:
             seed=config.seed,
         )
         result: Evaluation = evaluate(
-            engine, self.problems.heldout, partial(setup.graded, grader), params, config.evaluation.k, step=self.version
+            engine,
+            self.problems.heldout,
+            partial(grading.graded, grader),
+            params,
+            config.evaluation.k,
+            step=self.version,
         )
         self.writer.log_evaluation(self.version, result.record())
         self.display.evaluation(self.version, result.record())

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from sat_jax.cli import UsageError, parse
+from sat_jax.cli.main import UsageError, parse
 from sat_jax.config import ExperimentConfig, check, load_config
 from sat_jax.dataclass_json import field_paths, from_dict
 
@@ -42,7 +42,7 @@ def main(args: Sequence[str], prog: str) -> int:
     """Parses ``args`` and runs the training; returns the exit status."""
     options = parse_options(args, prog)
     # Imported here: --help and a mistake in the arguments should not wait for JAX.
-    from sat_jax.trainer import Trainer
+    from sat_jax.training.trainer import Trainer
 
     return Trainer(options.config, _run_folder(options), resume=options.resume).run()
 

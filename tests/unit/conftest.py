@@ -8,17 +8,9 @@ import pytest
 
 from sat_jax.data.tokenizer import Tokenizer
 from tests.helpers import DATA
+from tests.helpers.chatml import CHATML
 
 TOKENIZER_FILES = DATA / "tokenizer"
-
-CHATML = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
-    "{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
-    "{%- endif %}"
-)
 
 
 @pytest.fixture

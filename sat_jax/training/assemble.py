@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sat_jax import setup
 from sat_jax.config import ExperimentConfig
 from sat_jax.data.batching import make_batch, width_buckets
-from sat_jax.host_metrics import shown
 from sat_jax.learner.compiled import Programs
 from sat_jax.rollout.weights import copy_params
+from sat_jax.training import build
+from sat_jax.training.rollout_metrics import shown
 from sat_jax.types import Batch, Group
 
 _PACKED_SIZES = 8
@@ -38,11 +38,11 @@ class Batches:
         widths: row widths that occur.
     """
 
-    def __init__(self, config: ExperimentConfig, policy: setup.Policy, programs: Programs, context: int) -> None:
+    def __init__(self, config: ExperimentConfig, policy: build.Policy, programs: Programs, context: int) -> None:
         self._config, self._programs = config, programs
         self._pad_id = policy.tokenizer.pad_id
-        self._routes = setup.recorded_routes(policy.config)
-        self.support = setup.recorded_support(config, policy.config)
+        self._routes = build.recorded_routes(policy.config)
+        self.support = build.recorded_support(config, policy.config)
         self._sampler_weights: dict[int, Any] = {}
         self.reference: Any = None
         self.keeps_sampler = config.learner.log_delta or "rollout_policy_log_probs" in config.loss.needs()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sat_jax.cli import COMMANDS, main
-from sat_jax.commands.train import parse_options
+from sat_jax.cli.main import COMMANDS, main
+from sat_jax.cli.train import parse_options
 from sat_jax.config import ExperimentConfig, config_functions, load_config
 from sat_jax.dataclass_json import from_dict, to_dict
 
@@ -166,6 +166,6 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> int:
         raise KeyError("a defect, not a user's mistake")
 
-    monkeypatch.setattr("sat_jax.commands.report.report", broken)
+    monkeypatch.setattr("sat_jax.cli.report.report", broken)
     with pytest.raises(KeyError):
         main(["report"])

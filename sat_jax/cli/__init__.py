@@ -1,0 +1,1 @@
+"""``sat-jax``: one file a command."""
