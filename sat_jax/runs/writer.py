@@ -210,5 +210,3 @@ def _numeric_leaves(record: Mapping[str, Any], prefix: str) -> dict[str, float]:
         elif isinstance(value, int | float | np.number) and key not in ("step", "k"):
             leaves[f"{prefix}/{key}"] = float(value)
     return leaves
-
-

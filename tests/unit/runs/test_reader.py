@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sat_jax.runs.writer import MetricsWriter
 from sat_jax.runs.reader import flatten, outcome, read_run, sat_window
+from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import make_run, write_config
 
 
