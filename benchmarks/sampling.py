@@ -162,9 +162,7 @@ def measure(work: Workload, repeats: int, dtype: str, peer: str | None, tunix: s
     for repeat in range(repeats):
         settings = SamplingParams(max_new_tokens=work.new, ignore_eos=True)
         requests = [
-            Request(
-                f"{p}/{i}", prompt, i, dataclasses.replace(settings, seed=(repeat * work.prompts + p) * work.group + i)
-            )
+            Request(f"{p}/{i}", prompt, i, settings, (repeat * work.prompts + p) * work.group + i)
             for p, prompt in enumerate(Prompt(str(p), "", ids, "", "bench") for p, ids in enumerate(prompts))
             for i in range(work.group)
         ]

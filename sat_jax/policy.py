@@ -118,9 +118,9 @@ class Policy:
         max_len = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, limit)
         dtype = str(jax.tree.leaves(self.params)[0].dtype)
         engine = LocalEngine(self.config, self.params, self.tokenizer, n_slots=slots, max_len=max_len, dtype=dtype)
-        sampling = SamplingParams(temperature, top_p, top_k, min_p, max_new_tokens, stop, ignore_eos, seed)
+        sampling = SamplingParams(temperature, top_p, top_k, min_p, max_new_tokens, stop, ignore_eos)
         requests = [
-            Request(str(i), Prompt(str(i), "", row, "", "generate"), i, dataclasses.replace(sampling, seed=seed + i))
+            Request(str(i), Prompt(str(i), "", row, "", "generate"), i, sampling, seed + i)
             for i, row in enumerate(rows)
         ]
         done: dict[int, Trajectory] = {t.sample_index: t for t in engine.generate(requests)}

@@ -76,7 +76,6 @@ def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
         top_p=options.top_p,
         max_new_tokens=options.max_new_tokens or config.sampling.max_new_tokens,
         stop=config.sampling.stop,
-        seed=options.seed,
     )
     longest = max(len(p.token_ids) for p in prompts)
     sized = dataclasses.replace(config, sampling=sampling)
@@ -98,6 +97,7 @@ def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
             lambda p, t: grading.graded(grader, p, t),
             sampling,
             options.k,
+            seed=options.seed,
             step=step,
             progress=lambda done, _: progress.update(task, completed=done),
         )

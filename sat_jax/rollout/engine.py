@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+from sat_jax.checked import Checked, Count, Natural, NonNegative, Range, Share
 from sat_jax.types import Prompt, Trajectory
 
 MAX_SEED = 2**32 - 1
@@ -15,8 +16,8 @@ MAX_SUPPORT = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled.
+class SamplingParams(Checked, section="sampling"):
+    """How requests are sampled.
 
     The filters apply in the order temperature, top-k, top-p, min-p, each on what the previous one left; the remaining
     tokens are renormalised, and that renormalised distribution is what is sampled *and* what log-probs are reported
@@ -33,36 +34,23 @@ class SamplingParams:
         stop: a response ends with the first token that completes one of these strings. The tokens stay in the response,
             the string and what follows it are cut from its text.
         ignore_eos: go on after an end-of-sequence token, for benchmarks and golden runs of a fixed length.
-        seed: 0 .. 2**32 - 1; one request with one seed gives the same tokens whatever else is in the batch.
 
     Raises:
         ValueError: a value outside its range.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_new_tokens: int = 256
+    temperature: NonNegative = 1.0
+    top_p: Annotated[float, Range(0, 1, above=True, why="1 turns it off")] = 1.0
+    top_k: Natural = 0
+    min_p: Share = 0.0
+    max_new_tokens: Count = 256
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature = {self.temperature}: must be finite and >= 0; 0 is greedy decoding")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p = {self.top_p}: must lie in (0, 1]; 1 turns it off")
-        if self.top_k < 0:
-            raise ValueError(f"top_k = {self.top_k}: must be >= 0; 0 turns it off")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p = {self.min_p}: must lie in [0, 1]; 0 turns it off")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed = {self.seed}: must lie in 0 .. {MAX_SEED}")
-        if isinstance(self.stop, str) or not all(self.stop):
-            raise ValueError(f"stop = {self.stop!r}: must be a tuple of non-empty strings")
+        super().__post_init__()
+        if not all(self.stop):
+            raise ValueError(f"sampling.stop = {self.stop!r}: an empty string ends every response; leave it out")
 
     @property
     def truncates(self) -> bool:
@@ -71,13 +59,22 @@ class SamplingParams:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """One response wanted. ``request_id`` is unique among the requests in flight and comes back on the trajectory."""
+class Request(Checked, section="request"):
+    """One response wanted.
+
+    Attributes:
+        request_id: unique among the requests in flight; comes back on the trajectory.
+        prompt: what is answered.
+        sample_index: 0 .. G-1 within its group; comes back on the trajectory.
+        params: how to sample.
+        seed: one request with one seed gives the same tokens whatever else is in the batch. Greedy decoding ignores it.
+    """
 
     request_id: str
     prompt: Prompt
-    sample_index: int
+    sample_index: Natural
     params: SamplingParams
+    seed: Annotated[int, Range(0, MAX_SEED)]
 
 
 class Engine(Protocol):

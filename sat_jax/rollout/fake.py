@@ -97,7 +97,7 @@ class FakeEngine:
                     finished.append((flight, "abort"))
                     continue
                 for _ in range(self._tokens_per_round):
-                    tokens.append(self._token(request.params.seed, len(tokens), version))
+                    tokens.append(self._token(request.seed, len(tokens), version))
                     versions.append(version)
                     if tokens[-1] == self.eos_id or len(tokens) == request.params.max_new_tokens:
                         finished.append((flight, "stop" if tokens[-1] == self.eos_id else "length"))
@@ -115,7 +115,7 @@ class FakeEngine:
         routed = None
         if self._routes is not None:
             layers, top_k, experts = self._routes
-            rng = np.random.default_rng(request.params.seed)
+            rng = np.random.default_rng(request.seed)
             routed = np.argsort(rng.random((n_inputs, layers, experts)), axis=-1)[..., :top_k].astype(np.int32)
         return Trajectory(
             prompt_id=request.prompt.prompt_id,

@@ -3,7 +3,6 @@ queue."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import threading
 import time
@@ -42,9 +41,9 @@ class RolloutWorker:
         stream: tickets, in the order in which groups are issued.
         grade: see ``Grade``.
         group_size: responses to a prompt, G.
-        params: how to sample; each response gets a seed of its own from ``seed``, its group and its index.
+        params: how to sample.
         schedule: the regime.
-        seed: the run's seed.
+        seed: the run's seed; each response gets one of its own from it, its group and its index.
     """
 
     def __init__(
@@ -209,8 +208,8 @@ class RolloutWorker:
         self._open[ticket.group_id] = (ticket, [])
         for index in range(self._group_size):
             self._outstanding += 1
-            params = dataclasses.replace(self._params, seed=request_seed(self._seed, ticket.group_id, index))
-            yield Request(f"{ticket.group_id}/{index}", ticket.prompt, index, params)
+            seed = request_seed(self._seed, ticket.group_id, index)
+            yield Request(f"{ticket.group_id}/{index}", ticket.prompt, index, self._params, seed)
 
     def _collect(self, trajectory: Trajectory) -> None:
         self._charge("engine_s")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sat_jax.rollout.engine import Engine, Request, SamplingParams
+from sat_jax.rollout.engine import MAX_SEED, Engine, Request, SamplingParams
 from sat_jax.types import Prompt, Trajectory
 
 
@@ -87,25 +87,28 @@ def evaluate(
     params: SamplingParams,
     k: int,
     *,
+    seed: int = 0,
     step: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Samples ``k`` responses per prompt with the engine's current weights and grades them.
 
-    Each response has its own seed, derived from ``params.seed``, the problem's position and the sample's index: the
+    Each response has its own seed, derived from ``seed``, the problem's position and the sample's index: the
     same policy gives the same responses every time. A reward of at least 0.5 counts as correct.
 
     Args:
         progress: called with (finished, all) responses now and then.
 
     Raises:
-        ValueError: no prompts, k below 1.
+        ValueError: no prompts, k below 1, a seed outside 0 .. 2**32 - 1.
     """
     if not prompts or k < 1:
         raise ValueError(f"nothing to evaluate: {len(prompts)} prompts, k = {k}; give at least one of each")
-    seeds = np.random.SeedSequence(params.seed).generate_state(len(prompts) * k)
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed = {seed}: must lie in 0 .. {MAX_SEED}")
+    seeds = np.random.SeedSequence(seed).generate_state(len(prompts) * k)
     requests = [
-        Request(f"eval:{p}:{i}", prompt, i, dataclasses.replace(params, seed=int(seeds[p * k + i])))
+        Request(f"eval:{p}:{i}", prompt, i, params, int(seeds[p * k + i]))
         for p, prompt in enumerate(prompts)
         for i in range(k)
     ]

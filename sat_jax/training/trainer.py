@@ -373,7 +373,6 @@ class _Run:
             top_p=config.evaluation.top_p,
             max_new_tokens=config.sampling.max_new_tokens,
             stop=config.sampling.stop,
-            seed=config.seed,
         )
         result: Evaluation = evaluate(
             engine,
@@ -381,6 +380,7 @@ class _Run:
             partial(grading.graded, grader),
             params,
             config.evaluation.k,
+            seed=config.seed,
             step=self.version,
         )
         self.writer.log_evaluation(self.version, result.record())

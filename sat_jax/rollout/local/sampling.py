@@ -22,8 +22,8 @@ _FLAT_VOCABULARY = 512
 
 @struct.dataclass
 class RowParams:
-    """``SamplingParams`` of every slot: float32 ``temperature, top_p, min_p`` [S], int32 ``top_k`` [S], uint32 ``seed``
-    [S]."""
+    """Sampling settings and seeds of every slot: float32 ``temperature, top_p, min_p`` [S], int32 ``top_k`` [S], uint32
+    ``seed`` [S]."""
 
     temperature: jax.Array
     top_p: jax.Array
@@ -32,14 +32,14 @@ class RowParams:
     seed: jax.Array
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> RowParams:
-        """Host arrays, one row for each of ``params``."""
+    def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int]) -> RowParams:
+        """Host arrays, one row for each of ``params`` and its seed."""
         return cls(
             temperature=np.array([p.temperature for p in params], np.float32),  # type: ignore[arg-type]  # numpy goes in
             top_p=np.array([p.top_p for p in params], np.float32),  # type: ignore[arg-type]
             min_p=np.array([p.min_p for p in params], np.float32),  # type: ignore[arg-type]
             top_k=np.array([p.top_k for p in params], np.int32),  # type: ignore[arg-type]
-            seed=np.array([p.seed for p in params], np.uint32),  # type: ignore[arg-type]
+            seed=np.array(seeds, np.uint32),  # type: ignore[arg-type]
         )
 
 

@@ -32,7 +32,7 @@ class Records:
         self._support = np.full((S, M, shape.support), NO_TOKEN, np.int32) if shape.support else None
         self._prompt_len, self._budget = np.zeros(S, np.int32), np.zeros(S, np.int32)
         self._ignore_eos = np.zeros(S, bool)
-        self._rows = RowParams.of([SamplingParams()] * S)
+        self._rows = RowParams.of([SamplingParams()] * S, [0] * S)
 
     @property
     def nbytes(self) -> int:
@@ -58,8 +58,8 @@ class Records:
         self._prompt_len[slot], self.position[slot] = len(ids), len(ids) - 1
         self._budget[slot], self._ignore_eos[slot] = params.max_new_tokens, params.ignore_eos
         self.active[slot] = True
-        for name in ("temperature", "top_p", "min_p", "top_k", "seed"):
-            getattr(self._rows, name)[slot] = getattr(params, name)
+        for name, value in vars(RowParams.of([params], [request.seed])).items():
+            getattr(self._rows, name)[slot] = value[0]
 
     def state(self) -> SlotState:
         """The decode program's input. Copies: the device may still be reading when these arrays change again."""

@@ -253,7 +253,7 @@ def test_replaying_the_support_makes_the_ratio_one():
     """Fault 14: p = [.6, .3, .1], top_p = .9, token 0. The engine says log(.6667); over the whole vocabulary the ratio
     would be .9."""
     p = jnp.log(jnp.array([0.6, 0.3, 0.1]))
-    settings = RowParams.of([SamplingParams(top_p=0.9, top_k=3, seed=i) for i in range(16)])
+    settings = RowParams.of([SamplingParams(top_p=0.9, top_k=3)] * 16, range(16))
     drawn, behavior, support = sample_recorded(jnp.tile(p, (16, 1)), settings, uniforms(settings.seed, 0), 3)
     assert 0 in drawn
     np.testing.assert_array_equal(support, [[0, 1, NO_TOKEN]] * 16)

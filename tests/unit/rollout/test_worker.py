@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from sat_jax.rollout.engine import SamplingParams
+from sat_jax.rollout.engine import MAX_SEED, SamplingParams
 from sat_jax.rollout.fake import FakeEngine
 from sat_jax.rollout.ledger import Ledger, audit, read_ledger
 from sat_jax.rollout.queue import GroupQueue, QueueStopped
@@ -301,4 +301,4 @@ def test_published_weights_are_copies():
 def test_seeds_differ_by_run_group_and_index():
     seeds = {request_seed(s, g, i) for s in range(3) for g in ("0:a", "1:a", "0:b") for i in range(4)}
     assert len(seeds) == 36
-    assert all(0 <= s < 2**32 for s in seeds)
+    assert all(0 <= s <= MAX_SEED for s in seeds)

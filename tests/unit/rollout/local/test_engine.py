@@ -66,7 +66,7 @@ def engine(params):
 def request(name, length=6, params=EVERY, seed=0, prompt_seed=None) -> Request:
     rng = np.random.default_rng([length, zlib.crc32(name.encode()) if prompt_seed is None else prompt_seed])
     ids = rng.integers(2, CFG.vocab_size, length).astype(np.int32)
-    return Request(name, Prompt(name, "", ids, "", "test"), 0, dataclasses.replace(params, seed=seed))
+    return Request(name, Prompt(name, "", ids, "", "test"), 0, params, seed)
 
 
 def by_name(trajectories):
@@ -199,7 +199,7 @@ def test_stop_strings_end_with_the_token_that_completes_them(engine):
 def test_truncated_sampling_reports_the_log_prob_over_its_support(engine, params):
     (t,) = engine.generate([request("a", 5, dataclasses.replace(EVERY, top_k=1))])
     np.testing.assert_allclose(t.log_probs, 0.0, atol=1e-6)
-    (t,) = engine.generate([request("a", 5, dataclasses.replace(EVERY, top_k=4, seed=3))])
+    (t,) = engine.generate([request("a", 5, dataclasses.replace(EVERY, top_k=4), seed=3)])
     assert (t.log_probs >= score(params, t)[0]).all()
 
 
@@ -379,7 +379,7 @@ def test_greedy_decoding_matches_the_golden_checkpoints(name, split, monkeypatch
         Prompt(str(i), "", ids[mask > 0].astype(np.int32), "", "test")
         for i, (ids, mask) in enumerate(zip(golden["prompt_ids"], golden["prompt_mask"], strict=True))
     ]
-    trajectories = by_name(engine.generate(Request(p.prompt_id, p, 0, greedy) for p in prompts))
+    trajectories = by_name(engine.generate(Request(p.prompt_id, p, 0, greedy, 0) for p in prompts))
     for i in range(len(prompts)):
         t = trajectories[str(i)]
         n = len(t.response_ids)  # where a response ended, generate went on with padding

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sat_jax.rollout.engine import SamplingParams
+from sat_jax.rollout.engine import Request, SamplingParams
 from sat_jax.rollout.local.sampling import RowParams, draw, sample, sample_recorded, support_logits, top_k, uniforms
-from sat_jax.types import NO_TOKEN
+from sat_jax.types import NO_TOKEN, Prompt
 from tests.helpers import DATA
 
 CASES = json.loads((DATA / "rollout" / "sampling_cases.json").read_text())["settings"]
@@ -22,11 +22,11 @@ _sample = jax.jit(lambda logits, rows, step: sample(logits, rows, uniforms(rows.
 
 
 def rows(n: int, **settings) -> list[SamplingParams]:
-    return [SamplingParams(**settings, seed=i) for i in range(n)]
+    return [SamplingParams(**settings)] * n
 
 
-def padded(logits, params, step=None):
-    """One shape for every test, so that everything is compiled once."""
+def padded(logits, params, step=None, seeds=None):
+    """One shape for every test, so that everything is compiled once. Row i has seed i."""
     logits = np.asarray(logits, np.float32)
     n, v = logits.shape
     full = np.full((ROWS, VOCABULARY), -np.inf, np.float32)
@@ -34,7 +34,10 @@ def padded(logits, params, step=None):
     full[:n, :v] = logits
     steps = np.zeros(ROWS, np.int32)
     steps[:n] = 0 if step is None else step
-    return jnp.asarray(full), RowParams.of([*params, *[SamplingParams()] * (ROWS - n)]), jnp.asarray(steps), n
+    every = RowParams.of(
+        [*params, *[SamplingParams()] * (ROWS - n)], [*(range(n) if seeds is None else seeds), *[0] * (ROWS - n)]
+    )
+    return jnp.asarray(full), every, jnp.asarray(steps), n
 
 
 def kept_logits(logits, params):
@@ -42,8 +45,8 @@ def kept_logits(logits, params):
     return np.asarray(_support_logits(full, row_params))[:n, : np.shape(logits)[1]]
 
 
-def sampled(logits, params, step=None):
-    full, row_params, steps, n = padded(logits, params, step)
+def sampled(logits, params, step=None, seeds=None):
+    full, row_params, steps, n = padded(logits, params, step, seeds)
     tokens, log_probs = _sample(full, row_params, steps)
     return np.asarray(tokens)[:n], np.asarray(log_probs)[:n]
 
@@ -129,7 +132,7 @@ def test_a_row_depends_on_its_own_seed_and_step_only():
     logits, params, step = rng.normal(size=(8, VOCABULARY)), rows(8, temperature=0.9), np.arange(8)
     tokens, log_probs = sampled(logits, params, step)
     order = rng.permutation(8)
-    again, log_probs_again = sampled(logits[order], [params[i] for i in order], step[order])
+    again, log_probs_again = sampled(logits[order], params, step[order], order)
     np.testing.assert_array_equal(again, tokens[order])
     np.testing.assert_array_equal(log_probs_again, log_probs[order])
     assert (sampled(logits, params, step + 100)[0] != tokens).any()
@@ -144,14 +147,20 @@ def test_a_row_depends_on_its_own_seed_and_step_only():
         ({"top_k": -1}, "top_k = -1"),
         ({"min_p": 1.5}, "min_p = 1.5"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0"),
-        ({"seed": -1}, "seed = -1"),
-        ({"stop": "END"}, "stop = 'END'"),
-        ({"stop": ("",)}, "non-empty"),
+        ({"temperature": float("inf")}, "temperature = inf"),
+        ({"stop": "END"}, "stop = 'END': must be a tuple"),
+        ({"stop": ("",)}, "stop = .* empty string"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=rf"sampling\.{words}"):
         SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 0.5])
+def test_seeds_out_of_range_are_refused(seed):
+    with pytest.raises(ValueError, match=f"request.seed = {seed}: must "):
+        Request("a", Prompt("p", "", np.arange(3, dtype=np.int32), "", "test"), 0, SamplingParams(), seed)
 
 
 def test_truncates_says_when_the_support_must_be_replayed():

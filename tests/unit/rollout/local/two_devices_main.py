@@ -16,7 +16,7 @@ def main() -> None:
         jax.device_put(model.init_params(jax.random.key(seed), CFG, dtype="float32"), learner) for seed in (0, 1)
     )
     prompt = Prompt("p", "", np.arange(2, 8, dtype=np.int32), "", "test")
-    requests = [Request(str(i), prompt, i, SamplingParams(max_new_tokens=6, seed=i)) for i in range(3)]
+    requests = [Request(str(i), prompt, i, SamplingParams(max_new_tokens=6), i) for i in range(3)]
     texts = []
     for device in (None, rollout):
         engine = LocalEngine(CFG, old, device=device, **LEAN)
