@@ -29,6 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "report": GROUND | {"losses", "runs"},
     "learner": GROUND | {"losses", "model"},
     "rollout": GROUND | {"model"},
+    "testing": GROUND | {"losses", "data", "rollout"},
     "config": GROUND | {"losses", "model", "data", "rollout"},
     "policy": GROUND | {"model", "hub", "data", "rollout"},
     "__init__": GROUND | {"policy"},

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from sat_jax.rollout.engine import MAX_SEED, SamplingParams
-from sat_jax.rollout.fake import FakeEngine
 from sat_jax.rollout.ledger import Ledger, audit, read_ledger
 from sat_jax.rollout.queue import GroupQueue, QueueStopped
 from sat_jax.rollout.schedule import Schedule, batchwise, fixed_delay, free_running, synchronous
 from sat_jax.rollout.weights import WeightStore
 from sat_jax.rollout.worker import RolloutWorker, request_seed
+from sat_jax.testing import FakeEngine
 
 GROUPS, SIZE = 3, 2
 PARAMS = SamplingParams(max_new_tokens=10)
