@@ -78,9 +78,10 @@ class Request(Checked, section="request"):
 
 
 class Engine(Protocol):
-    """Turns requests into trajectories.
+    """Turns requests into trajectories. ``sat_jax.testing.check_engine`` tries whether an engine keeps this.
 
-    One thread calls ``generate``; the other methods may be called from any thread.
+    One call of ``generate`` at a time; the other methods may be called from any thread, also while ``generate`` waits
+    for a request.
     """
 
     @property
@@ -90,12 +91,14 @@ class Engine(Protocol):
     def generate(self, requests: Iterable[Request | None]) -> Iterator[Trajectory]:
         """Yields one trajectory a request, in the order in which they finish.
 
-        ``requests`` is pulled whenever the engine has room for another one. ``None`` means that nothing is to be issued
-        right now: the engine goes on with what it has and asks again later. An iterator that knows of nothing in flight
-        should block rather than say ``None``. Abandoning the iterator aborts what is in flight.
+        ``requests`` is pulled in the thread that iterates, whenever the engine has room for another one. No token of a
+        request is sampled with weights older than ``version`` was when it was pulled. ``None`` means that nothing is to
+        be issued right now: the engine goes on with what it has and asks again later. An iterator that knows of nothing
+        in flight should block rather than say ``None``. Abandoning the iterator aborts what is in flight.
 
         Raises:
-            ValueError: a request that the engine cannot hold (prompt and budget beyond its context).
+            ValueError: a request that the engine cannot hold (an empty prompt; prompt and budget beyond its context),
+                by its id. What was in flight is aborted.
         """
 
     def update_weights(self, params: Any, version: int) -> None:
@@ -104,8 +107,9 @@ class Engine(Protocol):
         they were."""
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """Ends the named requests (all where None) as soon as possible; they come back with what they have and
-        ``finish_reason = "abort"``. Unknown names are ignored: they may just have finished."""
+        """Ends the named requests (all where None) as soon as possible; they come back with what they have, if only no
+        token, and ``finish_reason = "abort"``. Unknown names are ignored: they may just have finished. The next call of
+        ``generate`` knows nothing of it."""
 
     def close(self) -> None:
         """Frees what the engine holds. A second call does nothing."""

@@ -173,7 +173,8 @@ class LocalEngine:
 
     def close(self) -> None:
         """Frees weights and cache; the engine cannot be used afterwards."""
-        for leaf in jax.tree.leaves((self._cache, self._params)):
+        pending = None if self._pending is None else self._pending[0]
+        for leaf in jax.tree.leaves((self._cache, self._params, pending)):
             if not leaf.is_deleted():
                 leaf.delete()
 
@@ -192,8 +193,10 @@ class LocalEngine:
         try:
             finished: list[Trajectory] = []
             while True:
+                new, more = self._pull(source) if more else ([], False)
+                # Behind the pull, which may have blocked until there were new weights: what is issued then is theirs.
                 self._swap_weights()
-                more = more and self._admit(source)
+                self._admit(new)
                 decoded = self._launch() if self._records.active.any() else None
                 yield from finished
                 if decoded is None and not more:
@@ -238,6 +241,8 @@ class LocalEngine:
     # ------------------------------------------------------------------ between two dispatches
 
     def _own(self, params: model.Params) -> model.Params:
+        # A dispatch may read a numpy array later, when its owner has already overwritten it; jax arrays never change.
+        params = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), params)
         copies = self._programs.own(params, self._dtype)
         return copies if self._device is None else jax.device_put(copies, self._device)
 
@@ -250,20 +255,25 @@ class LocalEngine:
             active = np.flatnonzero(self._records.active).tolist()
             self._prefill([(slot, self._records.tokens[slot, : self._records.position[slot]]) for slot in active])
 
-    def _admit(self, source: Iterator[Request | None]) -> bool:
-        """Fills free slots; False once the source has ended."""
-        leaders: dict[bytes, int] = {}
-        siblings: dict[int, list[int]] = {}
-        more = True
-        for slot in self._records.free.tolist():
+    def _pull(self, source: Iterator[Request | None]) -> tuple[list[Request], bool]:
+        """Requests for the free slots; False once the source has ended."""
+        new: list[Request] = []
+        for _ in self._records.free:
             try:
                 request = next(source)
             except StopIteration:
-                more = False
-                break
+                return new, False
             if request is None:
                 break
             self._check(request)
+            new.append(request)
+        return new, True
+
+    def _admit(self, new: Sequence[Request]) -> None:
+        """Puts requests into free slots and their prompts into the cache."""
+        leaders: dict[bytes, int] = {}
+        siblings: dict[int, list[int]] = {}
+        for slot, request in zip(self._records.free.tolist(), new, strict=False):
             self._records.assign(slot, request)
             leader = leaders.setdefault(request.prompt.token_ids.tobytes(), slot)
             siblings.setdefault(leader, []).extend([slot] if slot != leader else [])
@@ -274,7 +284,6 @@ class LocalEngine:
             ends = np.zeros((2, self._shape.slots), np.int32)
             ends[:, : len(pairs)] = np.transpose(pairs)
             self._cache = self._programs.copy_slots(self._cache, *ends, len(pairs))
-        return more
 
     def _check(self, request: Request) -> None:
         n, budget, limit = len(request.prompt.token_ids), request.params.max_new_tokens, self._shape.max_len

@@ -21,12 +21,12 @@ def graded(groups):
     return [dataclasses.replace(g, advantages=np.zeros(SIZE, np.float32)) for g in groups]
 
 
-def train(stream, schedule, ledger=None):
+def train(stream, schedule, ledger=None, max_staleness=3):
     """Batches of ``STEPS`` steps, and the weights of every version; each step donates and so deletes the last ones."""
     params = model.init_params(jax.random.key(0), CFG, dtype="float32")
     nudge = jax.jit(lambda p: jax.tree.map(lambda x: x * 1.02, p), donate_argnums=0)
     engine = LocalEngine(CFG, params, **LEAN)
-    queue = GroupQueue(GROUPS, max_staleness=3, ledger=ledger)
+    queue = GroupQueue(GROUPS, max_staleness, ledger=ledger)
     worker = RolloutWorker(
         engine,
         queue,
@@ -64,6 +64,15 @@ def test_a_scheduled_run_repeats_bit_for_bit_and_says_who_sampled_what(stream):
                 np.testing.assert_array_equal(t.log_probs, u.log_probs)
         t = batch[0].trajectories[0]
         np.testing.assert_allclose(t.log_probs, score(weights[max(0, step - 2)], t)[0], atol=1e-5)
+
+
+def test_what_waited_for_a_publication_is_sampled_with_it(stream, tmp_path):
+    """Without staleness every batch waits for the last one's weights, inside the engine, and starts with them."""
+    path = tmp_path / "ledger.jsonl"
+    batches, _ = train(stream, free_running(), Ledger(path), max_staleness=0)
+    for step, batch in enumerate(batches):
+        assert {v for g in batch for t in g.trajectories for v in t.policy_versions.tolist()} == {step}
+    assert "stale" not in audit(read_ledger(path)).ends
 
 
 def test_a_free_running_response_can_span_versions(stream, tmp_path):

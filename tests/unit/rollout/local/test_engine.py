@@ -204,9 +204,9 @@ def test_truncated_sampling_reports_the_log_prob_over_its_support(engine, params
 
 
 def swap_after(engine, params, version, requests, dispatches):
-    """A source that hands out ``requests`` and new weights once ``dispatches`` have been made since."""
+    """A source that hands out ``requests``, and new weights once ``dispatches`` have been made since."""
     yield from requests
-    for _ in range(dispatches - 1):
+    for _ in range(dispatches):
         yield None
     engine.update_weights(params, version)
     yield None
@@ -245,11 +245,20 @@ def test_weights_are_swapped_between_two_dispatches_of_a_response(params, other_
         assert right < 1e-5 < 1e-2 < wrong
 
 
-def test_weights_are_copied(engine, params):
-    donated = jax.tree.map(jnp.copy, params)
-    engine.update_weights(donated, 9)
-    assert engine.version == 9
-    jax.tree.map(lambda x: x.delete(), donated)
+def test_numpy_weights_are_copied_before_the_update_returns(engine, params):
+    """jax reads an aligned numpy argument in place, once the program starts: here when a slow leaf is there."""
+
+    def aligned(x):
+        memory = np.empty(x.nbytes + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+        copy[...] = x
+        return copy
+
+    slow = jax.jit(lambda x, zeros: x + jax.lax.fori_loop(0, 60, lambda _, y: y @ y, zeros)[0, 0])
+    weights = jax.tree.map(aligned, params) | {"embed": slow(params["embed"], jnp.zeros((600, 600)))}
+    engine.update_weights(weights, 9)
+    jax.tree.map(lambda x: x.fill(7) if isinstance(x, np.ndarray) else None, weights)
     (t,) = engine.generate([request("a")])
     np.testing.assert_array_equal(t.policy_versions, [9] * 9)
     np.testing.assert_allclose(t.log_probs, score(params, t)[0], atol=1e-5)
@@ -262,21 +271,6 @@ def test_weights_of_another_model_are_refused_and_change_nothing(engine, params)
     assert engine.version == 3
     (t,) = engine.generate([request("a")])
     np.testing.assert_allclose(t.log_probs, score(params, t)[0], atol=1e-5)
-
-
-@pytest.mark.parametrize("everything", [True, False])
-def test_abort_ends_responses_with_what_they_have(engine, everything):
-    requests = [request(f"r{i}", 4, dataclasses.replace(EVERY, max_new_tokens=20), i) for i in range(3)]
-
-    def source():
-        yield from requests
-        engine.abort(None if everything else ["r1", "unknown"])
-
-    trajectories = by_name(engine.generate(source()))
-    assert trajectories["r1"].finish_reason == "abort"
-    assert 0 < len(trajectories["r1"].response_ids) < 20
-    assert trajectories["r1"].routed_experts.shape[0] == 4 + len(trajectories["r1"].response_ids) - 1
-    assert trajectories["r2"].finish_reason == ("abort" if everything else "length")
 
 
 def test_selection_noise_is_undone_by_replay_and_only_by_replay(params):
@@ -338,13 +332,12 @@ def test_stop_strings_need_a_tokenizer(params):
         list(engine.generate([request("a", 4, dataclasses.replace(EVERY, stop=("x",)))]))
 
 
-def test_an_abandoned_generate_frees_its_slots(engine):
+def test_one_generate_at_a_time(engine):
     running = engine.generate([request(f"r{i}") for i in range(8)])
     next(running)
     with pytest.raises(RuntimeError, match="running already"):
         next(engine.generate([request("b")]))
     running.close()
-    assert len(list(engine.generate([request(f"r{i}") for i in range(8)]))) == 8
 
 
 @pytest.mark.parametrize("settings", [{"n_slots": 0}, {"max_len": 0}, {"decode_steps": 0}, {"max_len": 10**6}])
@@ -429,13 +422,7 @@ def test_supports_are_recorded_for_every_token_and_every_version(params, other_p
     sampling = dataclasses.replace(EVERY, top_k=6, top_p=0.8, temperature=0.8)
     requests = [request(name, params=sampling, seed=i) for i, name in enumerate("abcde")]
 
-    def source():
-        for i, r in enumerate(requests):
-            if i == 4:
-                engine.update_weights(other_params, 1)
-            yield r
-
-    trajectories = list(engine.generate(source()))
+    trajectories = list(engine.generate(swap_after(engine, other_params, 1, requests, 1)))
     engine.close()
     assert {v for t in trajectories for v in t.policy_versions} == {0, 1}
     sizes = set()
