@@ -1,6 +1,7 @@
 """The in-process engine against whole-sequence forward passes of the same weights."""
 
 import dataclasses
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from sat_jax import hub, model
 from sat_jax.data.batching import Support, check_support
 from sat_jax.rollout.engine import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
+from sat_jax.rollout.local.compiled import EngineShape, programs_for
 from sat_jax.types import NO_TOKEN, Prompt
 from tests.helpers import DATA, ROOT
 
@@ -299,18 +301,43 @@ def test_bfloat16_engine_reports_float32_log_probs_of_its_own_distribution(param
     assert engine.cache_bytes * 2 == LocalEngine(CFG, params, **SHAPE).cache_bytes
 
 
-def test_the_stated_memory_is_what_is_held(engine):
-    assert engine.cache_bytes == sum(x.nbytes for x in jax.tree.leaves(engine._cache))
+def held() -> int:
+    """Bytes of all arrays that there are."""
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def test_the_stated_memory_is_what_is_held(params):
+    before = held()
+    engine = LocalEngine(CFG, params, **SHAPE)
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert held() - before == engine.cache_bytes + weights
     assert engine.cache_bytes == 2 * 2 * 4 * 32 * 16 * 4  # k and v, layers, slots, positions, head width, bytes
     assert engine.record_bytes == 4 * 32 * (3 * 4 + 2 * 2 * 2)
+    engine.update_weights(params, 1)
+    assert held() - before == engine.cache_bytes + 2 * weights, "the new ones wait for their dispatch"
+    engine.close()
+    assert held() == before
 
 
-def test_sharing_a_prompt_needs_no_second_cache(engine):
-    pairs = np.zeros(4, np.int32)
-    compiled = engine._programs.copy_slots.lower(engine._cache, pairs, pairs, 0).compile()
-    usage = compiled.memory_analysis()
-    assert usage.alias_size_in_bytes == engine.cache_bytes, "the cache is updated in place"
-    assert usage.temp_size_in_bytes <= engine.cache_bytes / 4 + 1024, "one slot at a time"
+def test_sharing_a_prompt_needs_no_second_cache():
+    shape = EngineShape(
+        cfg=CFG,
+        slots=4,
+        max_len=32,
+        decode_steps=4,
+        prefill_rows=2,
+        prefill_chunks=(8,),
+        eos_ids=(1,),
+        selection_noise=0.0,
+        split_layers=False,
+        options=model.ForwardOptions(),
+    )
+    cache, pairs = model.init_cache(CFG, 4, 32, "float32"), np.zeros(4, np.int32)
+    size = sum(x.nbytes for x in jax.tree.leaves(cache))
+    usage = programs_for(shape).copy_slots.lower(cache, pairs, pairs, 0).compile().memory_analysis()
+    assert usage.alias_size_in_bytes == size, "the cache is updated in place"
+    assert usage.temp_size_in_bytes <= size / 4 + 1024, "one slot at a time"
 
 
 @pytest.mark.parametrize(
@@ -346,16 +373,9 @@ def test_impossible_sizes_are_refused(params, settings):
         LocalEngine(CFG, params, **(SHAPE | settings))
 
 
-def test_close_frees_the_device(engine):
-    engine.close()
-    engine.close()
-    assert all(x.is_deleted() for x in jax.tree.leaves(engine._cache))
-
-
-@pytest.mark.parametrize(("name", "split"), [("moe_top4_norm", True), ("dense_tied", False)])
-def test_greedy_decoding_matches_the_golden_checkpoints(name, split, monkeypatch):
+@pytest.mark.parametrize("name", ["moe_top4_norm", "dense_tied"])
+def test_greedy_decoding_matches_the_golden_checkpoints(name):
     """transformers' generate: tokens exactly, log-probs at temperature 1."""
-    monkeypatch.setattr("sat_jax.rollout.local.engine._SMALL_POLICY", 0 if split else 10**9)
     folder = DATA / "model" / name
     cfg = hub.read_config(folder)
     golden = np.load(folder / "greedy.npz")
@@ -381,14 +401,20 @@ def test_greedy_decoding_matches_the_golden_checkpoints(name, split, monkeypatch
         np.testing.assert_allclose(t.log_probs, golden["new_logprobs"][i, :n], atol=2e-4)
 
 
-def test_layers_side_by_side_compute_what_stacked_ones_do(params, monkeypatch):
-    requests = [request(f"r{n}", n, seed=n) for n in (2, 7)]
-    stacked = list(LocalEngine(CFG, params, **LEAN).generate(requests))
-    monkeypatch.setattr("sat_jax.rollout.local.engine._SMALL_POLICY", 0)
-    split = by_name(LocalEngine(CFG, params, **LEAN).generate(requests))
-    for t in stacked:
-        np.testing.assert_array_equal(t.response_ids, split[t.request_id].response_ids)
-        np.testing.assert_allclose(t.log_probs, split[t.request_id].log_probs, atol=1e-5)
+def test_layers_of_a_large_policy_are_unrolled_and_compute_the_same():
+    large = dataclasses.replace(CFG, hidden_size=128, moe_intermediate_size=192, initializer_range=0.1)
+    params = model.init_params(jax.random.key(0), large, dtype="float32")
+    cache = model.init_cache(large, 1, 1, "float32", per_layer=True)
+    arrays = len(jax.tree.leaves((model.split_layers(params, large), cache)))
+    assert arrays > len(jax.tree.leaves((params, model.init_cache(large, 1, 1, "float32"))))
+    gc.collect()
+    before = len(jax.live_arrays())
+    engine = LocalEngine(large, params, **LEAN)
+    assert len(jax.live_arrays()) - before == arrays, "layer by layer"
+    for t in engine.generate([request(f"r{n}", n, seed=n) for n in (2, 7)]):
+        log_probs, routes = score(params, t, cfg=large)
+        np.testing.assert_allclose(t.log_probs, log_probs, atol=1e-4)
+        np.testing.assert_array_equal(t.routed_experts, routes)
 
 
 def test_the_engine_samples_on_a_device_of_its_own_or_on_a_mesh():
