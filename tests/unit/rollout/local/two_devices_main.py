@@ -1,4 +1,4 @@
-"""Run by test_local.py in a process with two CPU devices: learner on one, engine on the other; engine on both."""
+"""Run by test_engine.py in a process with two CPU devices: learner on one, engine on the other; engine on both."""
 
 import math
 from collections import Counter
