@@ -11,6 +11,7 @@ from sat_jax.learner.step import (
     learning_rate,
     score,
     state_shardings,
+    supervised_spec,
     supervised_step,
     train_step,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "learning_rate",
     "score",
     "state_shardings",
+    "supervised_spec",
     "supervised_step",
     "train_step",
 ]

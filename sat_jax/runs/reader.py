@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from sat_jax.runs.folder import EVALUATIONS_FILE, LEDGER_FILE, METRICS_FILE, RESUMES_FILE, SAMPLES_FILE
+from sat_jax.runs.folder import (
+    CONFIG_FILE,
+    EVALUATIONS_FILE,
+    LEDGER_FILE,
+    METRICS_FILE,
+    RESUMES_FILE,
+    SAMPLES_FILE,
+    read_config,
+)
 from sat_jax.runs.jsonl import Truncation, read_lines
 
 Histogram = Mapping[str, int]
@@ -82,19 +90,9 @@ def read_run(path: Path, max_samples: int = 400) -> Run:
         ValueError: no such folder, no ``config.json``, or a damaged line that is not the last one of its file.
     """
     path = Path(path)
-    config_file = path / "config.json"
-    if not path.is_dir():
-        raise ValueError(f"{path} is no folder: name the run folder that `sat-jax train --out` wrote")
-    if not config_file.is_file():
-        raise ValueError(
-            f"{path} holds no config.json, so it is no run folder: name the one that `sat-jax train --out` wrote"
-        )
-    try:
-        info = json.loads(config_file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{config_file} is not JSON ({error}): restore it, or start the run again") from error
-    if not isinstance(info, dict) or not isinstance(info.get("config"), dict):
-        raise ValueError(f"{config_file} has no object under 'config': it is not the config.json of a run")
+    info = read_config(path)
+    if info is None:
+        raise ValueError(f"{path / CONFIG_FILE} is not the config.json of a run: name the folder of one")
     notices: list[str] = []
     rows = list(read_lines(path / METRICS_FILE, notices))
     steps, columns, histograms = _columns(rows)

@@ -72,15 +72,15 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path, name: str) -> Non
 
 
 def test_what_is_no_run_folder_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere is no folder: name the run folder"):
+    with pytest.raises(ValueError, match=r"nowhere is no folder: give a run folder"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         read_run(tmp_path)
     (tmp_path / "config.json").write_text('{"config": ')
-    with pytest.raises(ValueError, match=r"is not JSON"):
+    with pytest.raises(ValueError, match=r"is damaged"):
         read_run(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"no object under 'config'"):
+    with pytest.raises(ValueError, match=r"it holds list, not an object"):
         read_run(tmp_path)
 
 
