@@ -17,7 +17,8 @@ import pytest
 
 from sat_jax import losses
 from sat_jax.cli.main import main
-from sat_jax.config import ExperimentConfig, LearnerConfig, Schedule, batchwise, free_running, synchronous
+from sat_jax.config import ExperimentConfig, LearnerConfig, Schedule, batchwise, fixed_delay, free_running, synchronous
+from sat_jax.losses import Decoupled, LossConfig, Ppo
 from sat_jax.metrics import METRICS
 from sat_jax.rollout.ledger import audit, read_ledger
 from sat_jax.runs.writer import MetricsWriter
@@ -173,6 +174,42 @@ def test_the_other_scheduled_regimes(schedule: Schedule, lags: list[int], tmp_pa
     config = variant(steps=4, rollout=replace(tiny().rollout, schedule=schedule))
     assert Trainer(config, tmp_path / "run").run() == 0
     assert [line["async/staleness_mean"] for line in _metrics(tmp_path / "run")] == lags
+
+
+def test_a_batch_serves_several_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two updates of one group each: published, checkpointed and evaluated at batch ends, logged per update."""
+    config = variant(
+        steps=8,
+        checkpoint_interval=3,
+        rollout=replace(tiny().rollout, schedule=fixed_delay(1), max_staleness=3),
+        learner=replace(tiny().learner, updates_per_batch=2),
+        loss=LossConfig(rules=(Ppo(), Decoupled()), denominator="proximal"),
+    )
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert Trainer(config, whole).run() == 0
+    lines = _metrics(whole)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [line["async/staleness_mean"] for line in lines] == [0, 1, 2, 3, 2, 3, 2, 3]
+    assert [e["step"] for e in _lines(whole / "evaluations.jsonl")] == [0, 4, 6, 8]  # every 3 steps, at batch ends
+    assert {int(p.name) for p in (whole / "checkpoints").iterdir() if p.name.isdigit()} == {6, 8}
+    # The proximal policy is that at the start of the batch: the first update's ratio is 1, the second's is not.
+    assert all(line["train/ratio_max"] == pytest.approx(1, abs=1e-6) for line in lines[::2])
+    assert any(abs(line["train/ratio_max"] - 1) > 1e-4 for line in lines[1::2])
+    assert audit(read_ledger(whole / "ledger.jsonl")).clean
+    # Asked to stop within a batch, it ends the batch; resumed, it is the same run.
+    with _at_step(5, lambda: os.kill(os.getpid(), signal.SIGINT), monkeypatch):
+        assert Trainer(config, broken).run() == INTERRUPTED
+    assert [line["step"] for line in _lines(broken / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert Trainer(config, broken, resume=True).run() == 0
+    assert _metrics(broken) == lines
+    other = replace(
+        config,
+        steps=9,
+        learner=replace(config.learner, updates_per_batch=3),
+        rollout=replace(config.rollout, prompts_per_step=3, max_staleness=9),
+    )
+    with pytest.raises(ValueError, match=r"step 8 .* is not at the end of a batch of learner\.updates_per_batch = 3"):
+        Trainer(other, broken, resume=True).run()
 
 
 def test_free_running(tmp_path: Path) -> None:
