@@ -70,7 +70,6 @@ Natural = Annotated[int, Range(0, INT_MAX)]
 """0, 1, 2, ..."""
 Positive = Annotated[float, Range(0, above=True)]
 NonNegative = Annotated[float, Range(0)]
-Share = Annotated[float, Range(0, 1)]
 
 
 class Checked:
@@ -107,17 +106,6 @@ def check_fields(record: Any) -> None:
             raise ValueError(f"{name} = {value!r}: {unfit}{default}") from None
         if checked is not value:
             object.__setattr__(record, field.name, checked)
-
-
-def numeric_fields(cls: type) -> dict[str, Range | None]:
-    """The numbers among the fields of a dataclass, each with its declared range."""
-    found: dict[str, Range | None] = {}
-    record: Any = cls
-    for field, hint in _hints(record):
-        for option in _options(hint):
-            if _plain(option) in (int, float):
-                found[field.name] = _range(option)
-    return found
 
 
 class _Unfit(Exception):  # noqa: N818 - becomes a ValueError once the field's name is known
