@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from sat_jax.losses.window import edges
 from sat_jax.report.figure_parts import (
     PALETTE,
     Series,
@@ -71,19 +72,22 @@ def learning_curve(runs: Sequence[Run]) -> Figure:
 
 @styled
 def mismatch(runs: Sequence[Run]) -> Figure:
-    """``d_bar`` and SAT's q over training, with the edge ``log(1 + eps)`` beyond which SAT changes nothing."""
+    """``d_bar`` and SAT's q over training, with the edges of the nominal interval: beyond both SAT changes nothing."""
     figure, (top, bottom) = new_figure(2)
     panel(top, runs, [("train/d_bar", "")], "mismatch d̄: mean |log ratio|")
-    panel(bottom, runs, [("sat/q", "")], "SAT quantile q", colors=PALETTE[1:])
+    panel(bottom, runs, [("sat/q", "")], "SAT's q", colors=PALETTE[1:])
     for axes in (top, bottom):
         log_scale_if_wide(axes)
-    edges = sorted({math.log1p(eps) for run in runs if (eps := run.setting("loss.eps_high")) is not None})
-    if edges and bottom.lines:
+    ends = {edges(run.setting("loss.eps_low", 0.0), run.setting("loss.eps_high", 0.0)) for run in runs}
+    if bottom.lines:
+        highest = max((edge for pair in ends for edge in pair if edge < math.inf), default=0.0)
         low, high = bottom.get_ylim()
-        room = 2.2 if bottom.get_yscale() == "log" else 1.22
-        bottom.set_ylim(low, max(high, edges[-1] * room))
-        for edge in edges:
-            reference_line(bottom, edge, f"log(1 + ε) = {edge:.3f}: SAT is inert above")
+        bottom.set_ylim(low, max(high, highest * (2.2 if bottom.get_yscale() == "log" else 1.22)))
+        for below, above in sorted(ends):
+            if above > 0:
+                reference_line(bottom, above, f"log(1 + ε) = {above:.3f}")
+            if 0 < below < math.inf:
+                reference_line(bottom, below, f"−log(1 − ε) = {below:.3f}")
     return finish(figure, runs)
 
 

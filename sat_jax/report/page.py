@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from sat_jax.report import figure_parts, figures
+from sat_jax.report.contents import windows
 from sat_jax.report.samples import pick_samples, samples_html
-from sat_jax.runs.reader import Run, flatten, outcome, read_run, sat_window
+from sat_jax.runs.reader import Run, flatten, outcome, read_run
 
 GENERATOR = "sat_jax report"
 """Marks our own pages, which may be written over; nothing else is."""
@@ -49,8 +50,8 @@ PANELS = (
     ),
     Panel(
         "Mismatch",
-        "How far learner and rollout engine disagree on the sampled tokens. SAT can act between rounding noise and "
-        "log(1 + ε): beyond it, every gated token is already clipped.",
+        "How far learner and rollout engine disagree on the sampled tokens. With q beyond log(1 + ε) SAT is inert for "
+        "d > 0, beyond −log(1 − ε) for d < 0: there the nominal interval clips every gated token already.",
         ("train/d_bar", "sat/q"),
         figures.mismatch,
     ),
@@ -242,15 +243,11 @@ def _tiles(run: Run) -> str:
 
 def _window(run: Run) -> tuple[str, str]:
     """Share of steps at which SAT could act, and where the last tenth of the run stands."""
-    _, q = run.series("sat/q")
-    eps = run.setting("loss.eps_high")
-    if not len(run.steps):
-        return "–", "no steps yet"
-    if not len(q) or eps is None:
-        return "–", "sat/q is not logged: a method without SAT" if not len(q) else "config has no loss.eps_high"
-    active = np.array([sat_window(value, eps).startswith("active") for value in q])
-    recent = float(np.median(q[-max(1, len(q) // 10) :]))
-    return f"{100 * active.mean():.0f}% of steps", f"lately {sat_window(recent, eps)}"
+    stands = windows(run)
+    if not stands:
+        return "–", "sat/q is not logged: a method without SAT" if len(run.steps) else "no steps yet"
+    recent = sorted(stands[-max(1, len(stands) // 10) :], key=lambda window: window.q)
+    return f"{100 * np.mean([w.acts for w in stands]):.0f}% of steps", f"lately {recent[len(recent) // 2].text}"
 
 
 def _comparison(runs: Sequence[Run]) -> str:

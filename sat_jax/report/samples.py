@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sat_jax.losses.window import edges
 from sat_jax.runs.reader import Run
 
 MAX_TOKENS = 600
@@ -99,7 +99,8 @@ def _token(run: Run, sample: Mapping[str, Any], i: int, token: str) -> str:
     lags, tints, said = _lags(sample), [], []
     if ratio is not None:
         said.append(f"log ratio {ratio:+.3f}")
-    tints.append(("r", abs(ratio or 0.0) / math.log1p(run.setting("loss.eps_high") or 0.2)))
+    low, high = edges(run.setting("loss.eps_low", 0.2), run.setting("loss.eps_high", 0.2))
+    tints.append(("r", -ratio / low if ratio is not None and ratio < 0 else (ratio or 0.0) / high))
     if i < len(lags):
         said.append(f"lag {lags[i]}")
         tints.append(("l", lags[i] / max(1, _largest_lag(run))))

@@ -20,7 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sat_jax.runs.reader import Run, outcome, sat_window
+from sat_jax.report.contents import windows
+from sat_jax.runs.reader import Run, outcome
 
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 
@@ -242,11 +243,10 @@ def summary_table(run: Run) -> Table:
     _, d_bar = run.series("train/d_bar")
     if len(d_bar):
         table.add_row("mismatch d_bar", f"{d_bar[-max(1, len(d_bar) // 10) :].mean():.3g} over the last tenth")
-    _, q = run.series("sat/q")
-    eps = run.setting("loss.eps_high")
-    if len(q) and eps is not None:
-        active = np.mean([sat_window(value, eps).startswith("active") for value in q])
-        table.add_row("SAT", f"could act at {active:.0%} of steps; at the end {sat_window(float(q[-1]), eps)}")
+    stands = windows(run)
+    if stands:
+        active = np.mean([window.acts for window in stands])
+        table.add_row("SAT", f"could act at {active:.0%} of steps; at the end {stands[-1].text}")
     _, lag = run.series("async/staleness_max")
     if len(lag):
         table.add_row("staleness", f"at most {lag.max():.0f} versions")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -165,29 +164,6 @@ def outcome(run: Run) -> Outcome | None:
         max_drawdown=float((peaks - values).max()),
         below_half_peak=bool((values < 0.5 * peaks).any()),
     )
-
-
-def sat_window(q: float, eps_high: float, noise: float = 1e-5) -> str:
-    """Where a batch stands in the window in which SAT can act at all.
-
-    For ``q >= log(1 + eps_high)`` every gated token is already clipped by the nominal interval; for q at the level of
-    float32 rounding the gate fires on noise. Between the two SAT can cut gradients that the base method keeps.
-
-    Args:
-        q: the batch's quantile of |log ratio|, nats.
-        eps_high: the nominal upper radius.
-        noise: largest q, in nats, that is taken for rounding error: float32 engines and learners were seen to
-            disagree by up to 5e-6 on the same weights.
-
-    Returns:
-        A phrase that starts with ``inert``, ``noise`` or ``active`` and names the numbers.
-    """
-    edge = math.log1p(eps_high)
-    if q >= edge:
-        return f"inert: q = {q:.3g} is beyond log(1 + eps) = {edge:.3g}"
-    if q <= noise:
-        return f"noise: q = {q:.1e} is rounding error"
-    return f"active: q = {q:.3g} is below log(1 + eps) = {edge:.3g}"
 
 
 def _columns(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sat_jax.runs.reader import flatten, outcome, read_run, sat_window
+from sat_jax.runs.reader import flatten, outcome, read_run
 from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import make_run, write_config
 
@@ -154,17 +154,3 @@ def test_flatten() -> None:
         "b.e": [1, 2],
         "b.f": {},
     }
-
-
-@pytest.mark.parametrize(
-    ("q", "says"),
-    [
-        (0.41, "inert: q = 0.41 is beyond log(1 + eps) = 0.182"),
-        (math.log1p(0.2), "inert"),
-        (0.1, "active"),
-        (1e-8, "noise"),
-        (0.0, "noise"),
-    ],
-)
-def test_where_sat_can_act(q: float, says: str) -> None:
-    assert sat_window(q, 0.2).startswith(says)
