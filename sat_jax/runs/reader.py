@@ -62,12 +62,7 @@ class Run:
 
     def setting(self, path: str, default: Any = None) -> Any:
         """A value of the resolved configuration by dotted path, or ``default`` where there is none."""
-        value: Any = self.info.get("config", {})
-        for part in path.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return default
-            value = value[part]
-        return value
+        return flatten(self.info["config"]).get(path, default)
 
 
 def read_run(path: Path, max_samples: int = 400) -> Run:
@@ -119,14 +114,36 @@ def read_run(path: Path, max_samples: int = 400) -> Run:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested configuration as dotted paths: ``{"loss": {"sat": {"alpha": .9}}}`` -> ``{"loss.sat.alpha": .9}``."""
+    """Nested configuration as dotted paths: ``{"loss": {"sat": {"alpha": .9}}}`` -> ``{"loss.sat.alpha": .9}``.
+
+    Rules that are objects with their class, ``{"rules": [{"class": "module:DualClip", "floor": 3}]}``, go by the name
+    of that class, ``{"rules": ["dual_clip"], "dual_clip.floor": 3}``. No class is imported.
+    """
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{key}.")
+        elif key == "rules" and isinstance(value, list) and any(isinstance(rule, Mapping) for rule in value):
+            rules = _rules_by_name(value)
+            flat[f"{prefix}{key}"] = list(rules)
+            for name, settings in rules.items():
+                flat |= flatten(settings, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _rules_by_name(rules: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Settings of each rule by name. Where the class is the user's own, its place is among them."""
+    named: dict[str, dict[str, Any]] = {}
+    for rule in rules:
+        module, _, class_name = rule["class"].rpartition(":")
+        base = name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", class_name).lower()
+        while name in named:
+            name = f"{base}_{len(named)}"
+        hidden = {"class"} if module.startswith("sat_jax.") else set()
+        named[name] = {key: value for key, value in rule.items() if key not in hidden}
+    return named
 
 
 @dataclasses.dataclass(frozen=True)

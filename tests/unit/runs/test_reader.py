@@ -154,3 +154,32 @@ def test_flatten() -> None:
         "b.e": [1, 2],
         "b.f": {},
     }
+
+
+def test_rules_written_as_objects_go_by_the_name_of_their_class(tmp_path: Path) -> None:
+    rules = [
+        {"class": "sat_jax.losses.rules.dual_clip:DualClip"},
+        {"class": "sat_jax.losses.rules.sat:Sat", "alpha": 0.95, "exponent": 2.0},
+        {"class": "/home/me/rules.py:HuberKL", "sha256": "ab12", "weight": 0.1},
+    ]
+    write_config(tmp_path, rules=rules, sat={})
+    run = read_run(tmp_path)
+    assert run.setting("loss.rules") == ["dual_clip", "sat", "huber_kl"]
+    assert run.setting("loss.sat.alpha") == 0.95
+    assert run.setting("loss.sat.beta", "none") == "none"
+    assert run.setting("loss.huber_kl.class") == "/home/me/rules.py:HuberKL"
+    assert run.setting("loss.huber_kl.sha256") == "ab12"
+    assert run.setting("loss.sat.class") is None
+    assert "loss.dual_clip" not in str(flatten(run.info["config"]))
+
+
+def test_rules_written_as_names_stay_as_they_are() -> None:
+    config = {"loss": {"rules": ["ppo", "sat"], "sat": {"alpha": 0.9}}}
+    assert flatten(config) == {"loss.rules": ["ppo", "sat"], "loss.sat.alpha": 0.9}
+
+
+def test_two_rules_of_one_name_are_both_kept() -> None:
+    rules = [{"class": f"/{place}.py:Huber", "weight": i} for i, place in enumerate("ab")]
+    flat = flatten({"rules": rules})
+    assert flat["rules"] == ["huber", "huber_1"]
+    assert (flat["huber.weight"], flat["huber_1.weight"]) == (0, 1)
