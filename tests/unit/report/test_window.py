@@ -14,7 +14,7 @@ from rich.console import Console
 from sat_jax.inspection.batch import configure, inspect_batch, load_batch
 from sat_jax.losses.window import edges, window
 from sat_jax.report import render
-from sat_jax.report.terminal import summary_table
+from sat_jax.report.terminal import Display
 from sat_jax.runs.reader import read_run
 from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import write_config
@@ -59,7 +59,7 @@ def test_inspect_page_and_terminal_agree(q: float, state: str, tmp_path: Path) -
     acts = state in ("acts", "half inert")
     assert f"{100 * acts}% of steps" in page
     out = io.StringIO()
-    Console(file=out, width=300).print(summary_table(run))
+    Display(1, console=Console(file=out, width=300)).summary(run)
     assert line in out.getvalue()
     assert f"{100 * acts}% of steps" in out.getvalue()
     assert window(inspected["q"], 0.2, 0.2).acts == acts
