@@ -6,14 +6,17 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sat_jax.runs.folder import EVALUATIONS_FILE, LEDGER_FILE, METRICS_FILE, RESUMES_FILE, SAMPLES_FILE
+from sat_jax.runs.folder import CONFIG_FILE, EVALUATIONS_FILE, LEDGER_FILE, METRICS_FILE, RESUMES_FILE, SAMPLES_FILE
 from sat_jax.runs.jsonl import Truncation, read_lines
+
+MAX_SAMPLES = 400
+"""Lines of ``samples.jsonl`` that are parsed."""
 
 Histogram = Mapping[str, int]
 """Value -> count, as ``metrics.value_counts`` writes it."""
@@ -65,18 +68,16 @@ class Run:
         return flatten(self.info["config"]).get(path, default)
 
 
-def read_run(path: Path, max_samples: int = 400) -> Run:
+def read_run(path: Path) -> Run:
     """Read a run folder, finished or still being written.
 
     Args:
         path: the folder; it must hold ``config.json``, everything else may be missing.
-        max_samples: at most this many lines of ``samples.jsonl`` are parsed, spread evenly.
 
     Raises:
         ValueError: no such folder, no ``config.json``, or a damaged line that is not the last one of its file.
     """
-    path = Path(path)
-    config_file = path / "config.json"
+    config_file = path / CONFIG_FILE
     if not path.is_dir():
         raise ValueError(f"{path} is no folder: name the run folder that `sat-jax train --out` wrote")
     if not config_file.is_file():
@@ -92,9 +93,9 @@ def read_run(path: Path, max_samples: int = 400) -> Run:
     notices: list[str] = []
     rows = list(read_lines(path / METRICS_FILE, notices))
     steps, columns, histograms = _columns(rows)
-    notices += _nonfinite_notices(rows) + _fault_notices(columns)
+    notices += _fault_notices(rows, columns)
     evaluations = {row["step"]: row for row in read_lines(path / EVALUATIONS_FILE, notices)}
-    samples = _read_samples(path / SAMPLES_FILE, max_samples, notices)
+    samples = _read_samples(path / SAMPLES_FILE, notices)
     for resume in read_lines(path / RESUMES_FILE, notices):
         removed = [str(Truncation(**entry)) for entry in resume["truncated"]]
         loss = f"; {', '.join(removed)} past it moved to {RESUMES_FILE}" if removed else ""
@@ -202,48 +203,31 @@ def _columns(
     return np.array(steps, np.int64), columns, histograms
 
 
-def _nonfinite_notices(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _fault_notices(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, np.ndarray]) -> Iterator[str]:
     where: dict[str, list[int]] = {}
     for row in rows:
         for key in row.get("nonfinite", ()):
             where.setdefault(key, []).append(row["step"])
-    return [
-        f"{key} was not finite at {len(steps)} step{'s' * (len(steps) != 1)}, first at step {steps[0]}"
-        for key, steps in sorted(where.items())
-    ]
+    for key, steps in sorted(where.items()):
+        yield f"{key} was not finite at {_counted(len(steps), 'step')}, first at step {steps[0]}"
+    if skipped := int(np.nansum(columns.get("train/update_skipped", 0))):
+        yield f"the update was withheld at {_counted(skipped, 'step')}: no active token or no finite gradient"
+    if ungraded := int(np.nansum(columns.get("rollout/ungraded", 0))):
+        yield f"{_counted(ungraded, 'response')} could not be graded (timeout, crash or error of the reward)"
 
 
-def _fault_notices(columns: Mapping[str, np.ndarray]) -> list[str]:
-    skipped = int(np.nansum(columns.get("train/update_skipped", 0)))
-    ungraded = int(np.nansum(columns.get("rollout/ungraded", 0)))
-    said = [f"the update was withheld at {skipped} step{'s' * (skipped != 1)}: no active token or no finite gradient"]
-    said += [f"{ungraded} response{'s' * (ungraded != 1)} could not be graded (timeout, crash or error of the reward)"]
-    return [notice for notice, count in zip(said, (skipped, ungraded), strict=True) if count]
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _read_samples(path: Path, limit: int, notices: list[str]) -> list[dict[str, Any]]:
-    """At most ``limit`` lines, spread evenly, first and last included; the others are passed over without parsing."""
+def _read_samples(path: Path, notices: list[str]) -> list[dict[str, Any]]:
+    """At most ``MAX_SAMPLES`` lines, spread evenly, first and last included; the others are not parsed."""
     if not path.exists():
         return []
     with path.open("rb") as file:
         total = sum(1 for _ in file)
-        file.seek(0)
-        wanted = (
-            set(np.unique(np.linspace(0, total - 1, min(limit, total)).round().astype(int)).tolist())
-            if total
-            else set()
-        )
-        samples = []
-        for index, line in enumerate(file):
-            if index not in wanted:
-                continue
-            try:
-                samples.append(json.loads(line))
-            except ValueError as error:
-                if line.endswith(b"\n"):
-                    raise ValueError(f"{path} line {index + 1} is not JSON: restore or delete that line") from error
-                notices.append(f"the last line of {path.name} (line {index + 1}) is half-written and was skipped")
-    return samples
+    wanted = np.linspace(1, total, min(MAX_SAMPLES, total)).round().astype(int)
+    return list(read_lines(path, notices, set(wanted.tolist())))
 
 
 _LEDGER_ENTRY = re.compile(rb'"group_id": "((?:[^"\\]|\\.)*)".*?"state": "(\w+)"')

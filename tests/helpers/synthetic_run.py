@@ -45,13 +45,12 @@ def make_run(
     samples_per_step: int = 2,
     sat: bool = True,
     seed: int = 0,
-    tensorboard: bool = False,
 ) -> Path:
     """Write a whole run folder; ``sat=False`` leaves out what only SAT logs."""
     rng = np.random.default_rng(seed)
     write_config(folder, name)
     now = iter(range(1_700_000_000, 2_000_000_000))
-    with MetricsWriter(folder, tensorboard=tensorboard, clock=lambda: float(next(now))) as writer:
+    with MetricsWriter(folder, clock=lambda: float(next(now))) as writer:
         writer.log_evaluation(0, evaluation(0.0, rng))
         for step in range(1, steps + 1):
             progress = step / steps
