@@ -14,7 +14,7 @@ import numpy as np
 from sat_jax.losses.window import Window, edges, window
 from sat_jax.metrics import describe
 from sat_jax.report.figure_parts import compact
-from sat_jax.report.figures import Distribution, LearningCurve, Lines, Panel, at_k
+from sat_jax.report.figures import Distribution, LearningCurve, Lines, Panel, Stacked, at_k
 from sat_jax.runs.reader import Run, outcome
 
 FIELDS: dict[str, str] = {
@@ -151,10 +151,9 @@ PANELS = (
         "Tokens per second, and where the time of a learner step goes. Compilation in the first step is cut off.",
         (
             Lines("speed", {"rollout/tokens_per_s": "sampled", "perf/tokens_per_s": "trained on"}),
-            Lines(
+            Stacked(
                 "time per learner step",
                 {"perf/step_time_s": "learner step", "perf/rollout_wait_s": "waiting for rollouts"},
-                stacked=True,
             ),
         ),
     ),

@@ -128,6 +128,8 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 def curve(axes: Axes, series: tuple[np.ndarray, np.ndarray], smooth: bool, behind: bool, **line: Any) -> None:
     """One metric: smoothed or as it is, with its range, where binned, or its raw values ``behind`` it."""
     steps, values = series
+    if not len(steps):
+        return
     x, mean, low, high = binned(steps, values)
     if len(x) < len(steps):
         axes.fill_between(x, low, high, color=line["color"], alpha=0.2, linewidth=0)
@@ -210,9 +212,13 @@ def reference_line(axes: Axes, y: float, label: str, dashes: tuple[int, int] = (
     axes.axhline(y, color=INK, linewidth=0.9, linestyle=(0, dashes), label=label)
 
 
-def legend(axes: Axes, handles: Sequence[Any]) -> None:
-    """On the title's line, at the right: never over the data."""
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles), borderaxespad=0.1)
+def legend(axes: Axes) -> None:
+    """Of what is labelled, on the title's line at the right: never over the data."""
+    handles, _ = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(
+            handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles), borderaxespad=0.1
+        )
 
 
 def note(axes: Axes, text: str) -> None:

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from sat_jax.metrics import describe
 from sat_jax.report import figure_parts as parts
 from sat_jax.report.figure_parts import LINE_STYLES, MUTED, PALETTE, look
-from sat_jax.runs.reader import Histogram, Run
+from sat_jax.runs.reader import Run
 
 COUNTS = ("groups", "versions")
 """Units drawn from zero with whole numbers on the axis."""
@@ -40,7 +40,6 @@ class Lines:
         series: label in the legend by metric; a lone one needs none.
         log: logarithmic where the values span more than a factor of 30.
         from_zero: whatever the values are.
-        stacked: of a single run, two times on top of each other, so that their sum shows.
         marks: reference lines of a run.
     """
 
@@ -48,7 +47,6 @@ class Lines:
     series: Mapping[str, str]
     log: bool = False
     from_zero: bool = False
-    stacked: bool = False
     marks: Marks = lambda run: ()
     axis: str = "learner step"
 
@@ -56,49 +54,43 @@ class Lines:
     def keys(self) -> tuple[str, ...]:
         return tuple(self.series)
 
+    @property
+    def unit(self) -> str:
+        return describe(self.keys[0]).unit
+
+    @property
+    def heading(self) -> str:
+        said = self.unit in ("", "share", *self.title.split())
+        return self.title if said else f"{self.title} ({self.unit})"
+
     def logged(self, run: Run) -> bool:
         return any(len(run.series(key)[0]) for key in self.series)
 
     def draw(self, axes: Axes, runs: Sequence[Run], colors: Mapping[str, str]) -> None:
-        unit = describe(self.keys[0]).unit
-        axes.set_title(self.title if unit in ("", "share", *self.title.split()) else f"{self.title} ({unit})")
-        values = np.concatenate([run.series(key)[1] for run in runs for key in self.series])
         single = len(runs) == 1
-        pair = [runs[0].series(key) for key in self.series]
-        if self.stacked and single and np.array_equal(pair[0][0], pair[-1][0]):
-            values = self._stack(axes, pair, colors)
-        else:
-            for (i, run), (j, (key, label)) in itertools.product(enumerate(runs), enumerate(self.series.items())):
-                if len(run.series(key)[0]):
-                    smooth = unit not in (*CLOCKED, "versions")
-                    color, label = (colors[label or key], label) if single else (look(i)[0], "")
-                    style = LINE_STYLES[j]  # never colour alone
-                    line = {"color": color, "linestyle": style, "label": label}
-                    parts.curve(axes, run.series(key), smooth, behind=len(runs) <= 3, **line)
-            if len(self.series) > 1 and not single:
-                for style, label in zip(LINE_STYLES, self.series.values(), strict=False):
-                    axes.plot([], [], color=MUTED, linestyle=style, label=label)
+        axes.set_title(self.heading)
+        styles = dict(zip(self.series, LINE_STYLES, strict=False))  # never colour alone
+        for i, run in enumerate(runs):
+            for key, label in self.series.items():
+                color, name = (colors[label or key], label) if single else (look(i)[0], "")
+                smooth = self.unit not in (*CLOCKED, "versions")
+                line = {"color": color, "linestyle": styles[key], "label": name}
+                parts.curve(axes, run.series(key), smooth, behind=len(runs) <= 3, **line)
+        if len(self.series) > 1 and not single:
+            for key, label in self.series.items():
+                axes.plot([], [], color=MUTED, linestyle=styles[key], label=label)
         marks = sorted({mark for run in runs for mark in self.marks(run)})
         for i, (height, name) in enumerate(marks):
             parts.reference_line(axes, height, name, dashes=((5, 3), (2, 2))[i % 2])
-        self._scale(axes, unit, np.append(values, [height for height, _ in marks]))
+        logged = [run.series(key)[1] for run in runs for key in self.series]
+        self._scale(axes, np.concatenate([*logged, [height for height, _ in marks]]))
 
-    def _stack(
-        self, axes: Axes, pair: Sequence[tuple[np.ndarray, np.ndarray]], colors: Mapping[str, str]
-    ) -> np.ndarray:
-        (steps, lower), (_, upper) = pair
-        x, below, _, _ = parts.binned(steps, lower)
-        _, above, _, _ = parts.binned(steps, upper)
-        names = list(self.series.values())
-        axes.fill_between(x, 0, below, color=colors[names[0]], alpha=0.8, linewidth=0, label=names[0])
-        axes.fill_between(x, below, below + above, color=colors[names[1]], alpha=0.55, linewidth=0, label=names[1])
-        return lower + upper
-
-    def _scale(self, axes: Axes, unit: str, values: np.ndarray) -> None:
+    def _scale(self, axes: Axes, values: np.ndarray) -> None:
+        unit = self.unit
         parts.ticks(axes.yaxis, parts.percent if unit == "share" else parts.tick_label, integer=unit in COUNTS)
         low, high = axes.dataLim.intervaly
         if unit in CLOCKED:
-            axes.set_ylim(0, 1.1 * float(values[values <= 5 * np.median(values)].max()))
+            axes.set_ylim(0, 1.1 * float(values[values <= 5 * np.median(values)].max()) or 1.0)
         elif unit in COUNTS:
             axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
         elif unit == "share":
@@ -110,6 +102,24 @@ class Lines:
         elif high - low <= 1e-6 * abs(high):  # the last digits of a constant's running mean are no news
             margin = 0.1 * abs(high) or 0.05
             axes.set_ylim(low - margin, high + margin)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked(Lines):
+    """Two times: of a single run on top of each other, so that their sum shows."""
+
+    def draw(self, axes: Axes, runs: Sequence[Run], colors: Mapping[str, str]) -> None:
+        (steps, lower), (other, upper) = (runs[0].series(key) for key in self.series)
+        if len(runs) > 1 or not np.array_equal(steps, other):
+            super().draw(axes, runs, colors)
+            return
+        x, below, _, _ = parts.binned(steps, lower)
+        _, above, _, _ = parts.binned(steps, upper)
+        first, second = self.series.values()
+        axes.set_title(self.heading)
+        axes.fill_between(x, 0, below, color=colors[first], alpha=0.8, linewidth=0, label=first)
+        axes.fill_between(x, below, below + above, color=colors[second], alpha=0.55, linewidth=0, label=second)
+        self._scale(axes, lower + upper)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +147,13 @@ class Distribution:
             last = [self.thirds(run)[-1] for run in runs]
             parts.bars(axes, last, [look(i)[0] for i in range(len(runs))], [""] * len(runs))
 
-    def thirds(self, run: Run) -> list[dict[float, float]]:
+    def thirds(self, run: Run) -> list[dict[float, int]]:
         """How often each value occurred in each third of the run."""
-        logged = [histogram for histogram in run.histograms.get(self.key, ()) if histogram]
-        cuts = np.linspace(0, len(logged), 4).round().astype(int)
-        return [_total(logged[a:b]) for a, b in itertools.pairwise(cuts)]
+        logged = run.histograms.get(self.key, ())
+        totals: list[Counter[float]] = [Counter(), Counter(), Counter()]
+        for i, histogram in enumerate(logged):
+            totals[3 * i // len(logged)].update({float(value): count for value, count in histogram.items()})
+        return [dict(total) for total in totals]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,43 +234,39 @@ def draw(panel: Panel, runs: Sequence[Run]) -> Figure:
     if not runs:
         raise ValueError("nothing to draw: 0 runs were given; give at least one")
     columns = 2 if max(len(run.name) for run in runs) > 16 else 3
-    legend_rows = -(-len(runs) // columns) if len(runs) > 1 else 0
+    names = runs if len(runs) > 1 else ()
     shared = len({part.axis for part in panel.parts}) == 1
-    colors: dict[str, str] = {}
-    for part in panel.parts:
-        for key, label in part.series.items() if isinstance(part, Lines) else ():
-            colors.setdefault(label or key, PALETTE[len(colors) % len(PALETTE)])
     with matplotlib.rc_context(parts.STYLE):
-        figure, all_axes = parts.new_figure(len(panel.parts), gap=0.3 if shared else 0.66, head=0.18 * legend_rows)
+        head = 0.18 * -(-len(names) // columns)
+        figure, all_axes = parts.new_figure(len(panel.parts), gap=0.3 if shared else 0.66, head=head)
         for axes, part in zip(all_axes, panel.parts, strict=True):
             if any(part.logged(run) for run in runs):
-                part.draw(axes, runs, colors)
+                part.draw(axes, runs, _colors(panel))
             else:
                 axes.set_title(part.title)
                 parts.note(axes, _absent([part]))
-            handles, _ = axes.get_legend_handles_labels()
-            if handles:
-                parts.legend(axes, handles)
+            parts.legend(axes)
             if isinstance(part, Lines):
-                steps = (
-                    [step for run in runs for step in run.steps[[0, -1]]] if any(len(r.steps) for r in runs) else [0]
-                )
-                room = max(0.03 * (max(steps) - min(steps)), 0.5)
-                axes.set_xlim(min(steps) - room, max(steps) + room)
+                steps = np.concatenate([run.steps for run in runs]) if any(len(run.steps) for run in runs) else [0]
+                room = max(0.03 * np.ptp(steps), 0.5)
+                axes.set_xlim(np.min(steps) - room, np.max(steps) + room)
             if not isinstance(part, Distribution):
                 parts.ticks(axes.xaxis, integer=True)
             if axes is all_axes[-1] or not shared:
                 axes.set_xlabel(part.axis)
             else:
                 axes.tick_params(labelbottom=False)
-        if legend_rows:
-            looks = [look(i) for i in range(len(runs))]
-            named = [
-                Line2D([], [], color=color, linestyle=style, label=_short(run.name))
-                for run, (color, style) in zip(runs, looks, strict=True)
-            ]
-            figure.legend(handles=named, loc="upper left", ncols=columns, borderaxespad=0.1)
+        if names:
+            lines = [Line2D([], [], color=look(i)[0], linestyle=look(i)[1]) for i in range(len(runs))]
+            figure.legend(lines, [_short(run.name) for run in runs], loc="upper left", ncols=columns, borderaxespad=0.1)
     return figure
+
+
+def _colors(panel: Panel) -> dict[str, str]:
+    """Colour of each series of a single run, by label or metric: those of one label in two parts share theirs."""
+    lines = [part.series for part in panel.parts if isinstance(part, Lines)]
+    labels = dict.fromkeys(label or key for series in lines for key, label in series.items())
+    return dict(zip(labels, itertools.cycle(PALETTE), strict=False))
 
 
 def at_k(run: Run, kind: str = "avg") -> str:
@@ -269,13 +277,6 @@ def at_k(run: Run, kind: str = "avg") -> str:
 def _absent(empty: Sequence[Lines | Distribution | LearningCurve]) -> str:
     keys = [key for part in empty for key in part.keys]
     return f"not logged: {', '.join(keys)}" if keys else "no evaluations yet"
-
-
-def _total(histograms: Iterable[Histogram]) -> dict[float, float]:
-    total: Counter[float] = Counter()
-    for histogram in histograms:
-        total.update({float(value): count for value, count in histogram.items()})
-    return {value: float(count) for value, count in total.items()}
 
 
 def _short(name: str, limit: int = 28) -> str:

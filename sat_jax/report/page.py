@@ -18,7 +18,7 @@ import jinja2
 
 from sat_jax.report.contents import PANELS, Fact, facts, radii
 from sat_jax.report.figure_parts import PALETTE, to_svg
-from sat_jax.report.figures import at_k, draw
+from sat_jax.report.figures import Panel, at_k, draw
 from sat_jax.report.samples import cards, pick_samples, tints
 from sat_jax.runs.reader import Run, flatten, read_run
 
@@ -80,17 +80,12 @@ def render(runs: Sequence[Run]) -> str:
         generator=GENERATOR,
         style=folder.joinpath("style.css").read_text(encoding="utf-8"),
         title=runs[0].name if single else f"{len(runs)} runs compared",
-        about=_about(runs[0]) if single else {},
+        about=_about(runs[0]),
         notices=[notice if single else f"{run.name}: {notice}" for run in runs for notice in run.notices],
-        facts=facts(runs[0]) if single else [],
+        facts=facts(runs[0]),
         comparison={} if single else _comparison(runs),
-        panels=[
-            {"title": panel.title, "caption": panel.caption, "missing": missing, "svg": svg}
-            for i, panel in enumerate(PANELS)
-            for missing in [panel.missing(runs)]
-            for svg in ["" if missing else to_svg(draw(panel, runs), prefix=f"f{i}")]
-        ],
-        evaluations=_evaluations(runs[0]) if single else {},
+        figures=[_figure(panel, runs, f"f{i}") for i, panel in enumerate(PANELS)],
+        evaluations=_evaluations(runs[0]),
         samples=[_samples(run, (0.0, 0.5, 1.0) if single else (1.0,)) for run in runs],
         differing=_differing(runs),
         settings=[(run.name, _settings(run)) for run in runs],
@@ -117,23 +112,23 @@ def _about(run: Run) -> dict[str, Any]:
     }
 
 
+def _figure(panel: Panel, runs: Sequence[Run], prefix: str) -> dict[str, str]:
+    missing = panel.missing(runs)
+    svg = "" if missing else to_svg(draw(panel, runs), prefix)
+    return {"title": panel.title, "caption": panel.caption, "missing": missing, "svg": svg}
+
+
 def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
-    named = any("method" in run.info for run in runs)
-    found = [[Fact("method", run.info.get("method", "–"), "")] * named + facts(run) for run in runs]
-    labels = list(dict.fromkeys(fact.label for of_run in found for fact in of_run))
-    by_label = [{fact.label: fact for fact in of_run} for of_run in found]
-    return {
-        "at_k": at_k(runs[0]),
-        "head": ["run", *labels],
-        "rows": [
-            {
-                "name": run.name,
-                "color": i % len(PALETTE),
-                "facts": [of_run.get(label, Fact(label, "–", "")) for label in labels],
-            }
-            for i, (run, of_run) in enumerate(zip(runs, by_label, strict=True))
-        ],
-    }
+    found = [{fact.label: fact for fact in facts(run)} for run in runs]
+    if any("method" in run.info for run in runs):
+        methods = [Fact("method", run.info.get("method", "–"), "") for run in runs]
+        found = [{"method": method, **of_run} for method, of_run in zip(methods, found, strict=True)]
+    labels = list(dict.fromkeys(label for of_run in found for label in of_run))
+    rows = [
+        {"name": run.name, "color": i % len(PALETTE), "facts": of_run}
+        for i, (run, of_run) in enumerate(zip(runs, found, strict=True))
+    ]
+    return {"labels": labels, "rows": rows}
 
 
 def _evaluations(run: Run) -> dict[str, Any]:

@@ -3,7 +3,6 @@ surprise."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,29 +28,6 @@ TINTS = {
 _SURPRISING = 3.0  # nats; a token at or below e^-3 = 5 % gets the full tint
 
 
-@dataclasses.dataclass(frozen=True)
-class Token:
-    """One token: ``style`` holds its tints as CSS variables between 0 and 1, ``numbers`` is its tooltip."""
-
-    text: str
-    style: str
-    numbers: str
-    below: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Card:
-    """One rollout: labelled facts, the prompt, the tokens (or, without any, the text) of the response."""
-
-    facts: Sequence[tuple[str, Any]]
-    prompt: str
-    response: str
-    tokens: Sequence[Token]
-    pushed_down: bool
-    prompt_left_out: int
-    tokens_left_out: int
-
-
 def pick_samples(samples: Sequence[Sample], places: Sequence[float]) -> list[Sample]:
     """The best and the worst response from each place of a run, 0 its start and 1 its end."""
     samples = sorted(samples, key=lambda s: s["step"])
@@ -73,15 +49,14 @@ def tints(samples: Sequence[Sample]) -> dict[str, tuple[str, str]]:
     }
 
 
-def cards(samples: Sequence[Sample], radii: tuple[float, float]) -> list[Card]:
+def cards(samples: Sequence[Sample], radii: tuple[float, float]) -> list[dict[str, Any]]:
     """The rollouts for the page. A log ratio at the end of the nominal interval ``radii`` has the full tint."""
     low, high = edges(*radii)
-    ends = (min(low, 1.0), high)
     oldest = max((lag for sample in samples for lag in _lags(sample)), default=0)
-    return [_card(sample, ends, oldest) for sample in samples]
+    return [_card(sample, (min(low, 1.0), high), oldest) for sample in samples]
 
 
-def _card(sample: Sample, ends: tuple[float, float], oldest: int) -> Card:
+def _card(sample: Sample, ends: tuple[float, float], oldest: int) -> dict[str, Any]:
     tokens, ratios = sample.get("tokens") or (), sample.get("log_ratio") or ()
     lags, advantage = _lags(sample), _advantage(sample)
     far = [abs(ratio) for ratio in ratios if ratio is not None]
@@ -97,17 +72,17 @@ def _card(sample: Sample, ends: tuple[float, float], oldest: int) -> Card:
         "reference answer": sample.get("answer") or None,
     }
     prompt = str(sample.get("prompt", ""))
-    shown = min(len(tokens), MAX_TOKENS)
-    numbers = itertools.zip_longest(tokens, ratios, lags, sample.get("behavior_log_probs") or ())
-    return Card(
-        facts=[(label, value) for label, value in facts.items() if value is not None],
-        prompt=prompt[:MAX_PROMPT_CHARS],
-        response=str(sample.get("response", "")),
-        tokens=[_token(*token, advantage, ends, oldest) for token in itertools.islice(numbers, shown)],
-        pushed_down=advantage < 0,
-        prompt_left_out=max(0, len(prompt) - MAX_PROMPT_CHARS),
-        tokens_left_out=len(tokens) - shown,
-    )
+    shown = tokens[:MAX_TOKENS]
+    numbers = itertools.zip_longest(shown, ratios, lags, sample.get("behavior_log_probs") or ())
+    return {
+        "facts": {label: value for label, value in facts.items() if value is not None},
+        "prompt": prompt[:MAX_PROMPT_CHARS],
+        "prompt_left_out": max(0, len(prompt) - MAX_PROMPT_CHARS),
+        "response": str(sample.get("response", "")),
+        "pushed_down": advantage < 0,
+        "tokens": [_token(*token, advantage, ends, oldest) for token in itertools.islice(numbers, len(shown))],
+        "tokens_left_out": len(tokens) - len(shown),
+    }
 
 
 def _token(
@@ -118,21 +93,25 @@ def _token(
     advantage: float,
     ends: tuple[float, float],
     oldest: int,
-) -> Token:
-    shades, said = {"w": abs(advantage) / 2}, []
+) -> dict[str, Any]:
+    """Tints as CSS variables between 0 and 1, numbers as a tooltip."""
+    tints, said = {"w": abs(advantage) / 2}, []
     if ratio is not None:
         said.append(f"log ratio {ratio:+.3f}")
-        shades["r"] = abs(ratio) / ends[ratio > 0]
+        tints["r"] = abs(ratio) / ends[ratio > 0]
     if lag is not None:
         said.append(f"lag {lag}")
-        shades["l"] = lag / max(1, oldest)
+        tints["l"] = lag / max(1, oldest)
     if log_prob is not None:
         said.append(f"sampled at log-prob {log_prob:.3f}")
-        shades["p"] = -log_prob / _SURPRISING
-    style = ";".join(f"--{name}:{min(max(shade, 0.0), 1.0):.2g}" for name, shade in shades.items())
-    # A line break can be seen, and still breaks the line; so can a token without text.
-    visible = str(text).replace("\n", "⏎\n") or "∅"
-    return Token(visible, style, ", ".join(said), below=ratio is not None and ratio < 0)
+        tints["p"] = -log_prob / _SURPRISING
+    return {
+        # A line break can be seen, and still breaks the line; so can a token without text.
+        "text": str(text).replace("\n", "⏎\n") or "∅",
+        "style": ";".join(f"--{name}:{min(max(tint, 0.0), 1.0):.2g}" for name, tint in tints.items()),
+        "numbers": ", ".join(said),
+        "below": ratio is not None and ratio < 0,
+    }
 
 
 def _lags(sample: Sample) -> list[int]:

@@ -32,7 +32,7 @@ class Run:
         info: config.json: ``config``, ``versions``, ``devices``, ``git_commit``, ``command``.
         steps: int64 [N]: learner versions with a line in metrics.jsonl, rising.
         columns: float64 [N] per scalar metric, NaN where a step lacks it or logged a number that is not finite.
-        histograms: per histogram metric, one entry a step; None where a step lacks it.
+        histograms: per histogram metric, those that were logged, by rising step.
         evaluations: lines of evaluations.jsonl by rising step; the last one of a step counts.
         samples: some lines of samples.jsonl, spread evenly over the run.
         groups: how many prompt groups are in which state now (``trained``, ``stale`` ...), by ledger.jsonl.
@@ -44,7 +44,7 @@ class Run:
     info: Mapping[str, Any]
     steps: np.ndarray
     columns: Mapping[str, np.ndarray]
-    histograms: Mapping[str, Sequence[Histogram | None]]
+    histograms: Mapping[str, Sequence[Histogram]]
     evaluations: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
     groups: Mapping[str, int]
@@ -97,21 +97,13 @@ def read_run(path: Path) -> Run:
     evaluations = {row["step"]: row for row in read_lines(path / EVALUATIONS_FILE, notices)}
     samples = _read_samples(path / SAMPLES_FILE, notices)
     for resume in read_lines(path / RESUMES_FILE, notices):
-        removed = [str(Truncation(**entry)) for entry in resume["truncated"]]
-        loss = f"; {', '.join(removed)} past it moved to {RESUMES_FILE}" if removed else ""
+        removed = ", ".join(str(Truncation(**entry)) for entry in resume["truncated"])
+        loss = f"; {removed} past it moved to {RESUMES_FILE}" if removed else ""
         notices.append(f"resumed at step {resume['step']}{loss}")
-    return Run(
-        path=path,
-        name=str(info.get("name") or path.resolve().name),
-        info=info,
-        steps=steps,
-        columns=columns,
-        histograms=histograms,
-        evaluations=[evaluations[step] for step in sorted(evaluations)],
-        samples=samples,
-        groups=_group_states(path / LEDGER_FILE),
-        notices=notices,
-    )
+    name = str(info.get("name") or path.resolve().name)
+    in_order = [evaluations[step] for step in sorted(evaluations)]
+    groups = _group_states(path / LEDGER_FILE)
+    return Run(path, name, info, steps, columns, histograms, in_order, samples, groups, notices)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -186,20 +178,17 @@ def outcome(run: Run) -> Outcome | None:
 
 def _columns(
     rows: Sequence[Mapping[str, Any]],
-) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list[Histogram | None]]]:
-    by_step = {int(row["step"]): row for row in rows}
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list[Histogram]]]:
+    by_step = {row["step"]: row for row in rows}
     steps = sorted(by_step)
-    columns: dict[str, np.ndarray] = {}
-    histograms: dict[str, list[Histogram | None]] = {}
-    for i, step in enumerate(steps):
-        for key, value in by_step[step].items():
-            if isinstance(value, dict):
-                histograms.setdefault(key, [None] * len(steps))[i] = value
-            elif isinstance(value, int | float) and key != "step":
-                column = columns.get(key)
-                if column is None:
-                    column = columns[key] = np.full(len(steps), np.nan)
-                column[i] = value
+    columns, histograms = {}, {}
+    for key in dict.fromkeys(key for row in rows for key in row if key != "step"):
+        values = [by_step[step].get(key) for step in steps]
+        logged = [value for value in values if value is not None]
+        if all(isinstance(value, int | float) for value in logged):
+            columns[key] = np.array(values, np.float64)  # None becomes NaN
+        elif all(isinstance(value, dict) for value in logged):
+            histograms[key] = logged
     return np.array(steps, np.int64), columns, histograms
 
 

@@ -222,8 +222,12 @@ def test_tokens_are_tinted_by_what_the_samples_carry(tmp_path: Path) -> None:
 def test_a_long_response_is_cut_and_the_cut_is_said(tmp_path: Path) -> None:
     write_config(tmp_path)
     with MetricsWriter(tmp_path) as writer:
-        writer.log_samples(1, [{"tokens": ["x"] * (MAX_TOKENS + 7), "reward": 1.0, "prompt": "p" * 5000}])
-    text = Page(render([read_run(tmp_path)])).text
+        numbers = [0.1] * (MAX_TOKENS + 7)
+        sample = {"tokens": ["x"] * len(numbers), "log_ratio": numbers, "reward": 1.0, "prompt": "p" * 5000}
+        writer.log_samples(1, [sample])
+    parsed = Page(render([read_run(tmp_path)]))
+    assert sum(attrs.get("class") == "t" for tag, attrs in parsed.tags if tag == "span") == MAX_TOKENS
+    text = parsed.text
     assert "… 7 more tokens" in text
     assert "1000 more characters" in text
 
