@@ -211,7 +211,7 @@ def _accuracy(run: Run) -> list[Fact]:
     fell = "fell below half its peak" if result.below_half_peak else "from an earlier evaluation"
     return [
         Fact("held-out accuracy", f"{result.before:.3f} → {result.final:.3f}", gain),
-        Fact("best (step)", f"{result.best:.3f} ({result.best_step:,})", "it alone would hide a collapse"),
+        Fact("best (step)", f"{result.best:.3f} ({result.best_step:,})", "highest held-out accuracy, and when"),
         Fact("largest fall", f"{100 * result.max_drawdown:.1f} points", fell, result.below_half_peak),
     ]
 

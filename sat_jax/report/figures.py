@@ -94,7 +94,7 @@ class Lines:
         elif unit in COUNTS:
             axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
         elif unit == "share":
-            axes.set_ylim(0 if low <= 0.5 else None, max(1e-3, axes.get_ylim()[1]))
+            axes.set_ylim(0 if low <= 0.5 else None, min(max(1e-3, axes.get_ylim()[1]), 1.01))
         elif self.from_zero:
             axes.set_ylim(0)
         elif self.log:

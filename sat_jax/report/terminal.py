@@ -142,8 +142,9 @@ class Display:
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
         for fact in facts(run):
-            value = self._encodable(f"{fact.value}  {fact.detail}")
-            table.add_row(fact.label, Text(value, "bold red" if fact.alarming else ""))
+            value, detail = self._encodable(fact.value), self._encodable(fact.detail)
+            style = "bold red" if fact.alarming else "bold"
+            table.add_row(fact.label, Text.assemble((value, style), "  ", (detail, "dim")))
         for notice in run.notices:
             table.add_row("[yellow]note[/]", Text(self._encodable(notice)))
         self._console.print(table)
