@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from sat_jax import losses
 from sat_jax.losses import Aggregation, LossConfig, LossInputs, Ppo, Rule, Sat, Spo, Tis, TisReinforce, Unclipped
 from sat_jax.losses.tokens import prepare, rule_summaries, token_terms
+from sat_jax.losses.window import window
 from sat_jax.names import load_object, nearest
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -31,8 +31,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
 """Our names, and what verl, slime and TRL call the same arrays. ``tool_mask`` (TRL) multiplies the mask."""
 
 REQUIRED = ("log_probs", "behavior_log_probs", "advantages", "loss_mask")
-NOISE = 1e-5
-"""A quantile of |log ratio| below this is float32 rounding, not staleness."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,52 +193,14 @@ def inspect_batch(config: LossConfig, inputs: LossInputs, sat: Sat | None = None
         _, sat_metrics, sat_gradient, sat_tokens = _evaluate(losses.make_loss(with_sat), inputs)
         mass = float(np.abs(base_gradient).sum())
         lost = float(np.maximum(np.abs(base_gradient) - np.abs(sat_gradient), 0).sum())
+        q = sat_metrics["sat/q"]
+        stands = window(q, config.eps_low, config.eps_high, sat.exponent, sat.q_floor, sat.q_cap)
         summary["sat"] = {
             "newly_intercepted_tokens": int(sat_tokens["intercepted"].sum()),
             "newly_intercepted_gradient_share": lost / mass if mass > 0 else 0.0,
-            "window": window(sat_metrics["sat/q"], with_sat),
+            "window": stands.text,
         }
     return Inspection(summary, gradient, tokens)
-
-
-def window(q: float, config: LossConfig) -> str:
-    """Where a batch stands in the range of q in which SAT can change a gradient (one line).
-
-    A gated token at distance u > q is newly intercepted iff its ratio lies between the contracted and the nominal
-    boundary, ``1 + eps psi(u; q) < exp(u) < 1 + eps`` (and the mirror image below 1).
-    """
-    high, sat = math.log1p(config.eps_high), config.get(Sat) or Sat()
-    low = -math.log1p(-config.eps_low) if config.eps_low < 1 else math.inf
-    if q <= 0:
-        return "off: q = 0, so no token is gated; learner and engine agree on most tokens"
-    if q < NOISE:
-        return f"noise: q = {q:.2g} is rounding error, not staleness; sat.q_floor can keep the gate shut"
-    if q >= max(high, low):
-        return f"inert: q = {q:.3g} is beyond log(1 + eps) = {high:.2g} and -log(1 - eps) = {low:.2g}"
-    sides = [
-        (f"d > 0 from {_onset(q, config.eps_high, +1, sat.exponent):.3g} to {high:.2g}", q < high),
-        (f"d < 0 from {_onset(q, config.eps_low, -1, sat.exponent):.3g} to {low:.2g}", q < low),
-    ]
-    acting = " and ".join(text for text, acts in sides if acts)
-    if not all(acts for _, acts in sides):
-        side, bound = ("upper", high) if q >= high else ("lower", low)
-        return f"half inert: q = {q:.3g} is beyond the {side} boundary's {bound:.2g}; acts on |d| of {acting}"
-    return f"acts: q = {q:.3g}; newly intercepts |d| of {acting}"
-
-
-def _onset(q: float, eps: float, side: int, exponent: float) -> float:
-    """Smallest distance u >= q at which the contracted boundary is crossed; about (eps q^2)^(1/3) for q << eps."""
-
-    def beyond(u: float) -> bool:
-        return abs(math.expm1(side * u)) > eps / (1 + (u / q) ** exponent)
-
-    low, high = q, max(q, 1.0)
-    if beyond(low):
-        return low
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if beyond(middle) else (middle, high)
-    return high
 
 
 def _evaluate(

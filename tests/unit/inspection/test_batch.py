@@ -10,7 +10,6 @@ import pytest
 
 from sat_jax import losses
 from sat_jax.cli.losses import geometry, inspect, methods
-from sat_jax.inspection import batch as inspection
 from sat_jax.inspection.geometry import curve
 
 D = np.array([[0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.15, 9.0]])
@@ -131,29 +130,6 @@ def test_files_that_are_not_batches(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("not a zip")
     with pytest.raises(ValueError, match=r"not an \.npz archive"):
         inspect(tmp_path / "text.npz")
-
-
-@pytest.mark.parametrize(
-    ("q", "verdict"),
-    [
-        (0.0, "off"),
-        (3e-8, "noise"),
-        (0.02, "acts"),
-        (0.41, "inert: q = 0.41 is beyond log(1 + eps) = 0.18"),
-        (0.2, "half inert"),
-    ],
-)
-def test_window(q: float, verdict: str) -> None:
-    assert inspection.window(q, losses.method("sat-grpo")).startswith(verdict)
-
-
-def test_onset_is_where_the_code_starts_to_cut() -> None:
-    config = losses.method("sat-grpo")
-    q = 0.02
-    assert "from 0.0397" in inspection.window(q, config)  # (0.2 q^2)^(1/3) = 0.043 is the rule of thumb
-    c = curve(config, 1.0, 0.5, q, span=0.18, points=3601)
-    first = c.log_ratio[(c.log_ratio > 0) & (c.gradient == 0)].min()
-    assert first == pytest.approx(0.0397, abs=2e-4)
 
 
 def test_geometry(tmp_path: Path) -> None:
