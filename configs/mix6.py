@@ -9,18 +9,18 @@ from sat_jax.config import (
     DataConfig,
     EvaluationConfig,
     ExperimentConfig,
+    ModelConfig,
     OptimizerConfig,
     PolicyConfig,
     RewardConfig,
     RolloutConfig,
+    SamplingParams,
     WarmStartConfig,
     fixed_delay,
     free_running,
     synchronous,
     with_method,
 )
-from sat_jax.model import ModelConfig
-from sat_jax.rollout.engine import SamplingParams
 
 POLICY = ModelConfig(
     model_type="qwen3_moe",

@@ -15,9 +15,9 @@ from sat_jax.config import (
     OptimizerConfig,
     RewardConfig,
     RolloutConfig,
+    SamplingParams,
     fixed_delay,
 )
-from sat_jax.rollout.engine import SamplingParams
 
 
 def post_train() -> ExperimentConfig:

@@ -13,12 +13,12 @@ from sat_jax.config import (
     ExperimentConfig,
     OptimizerConfig,
     PolicyConfig,
+    PromptOptions,
     RewardConfig,
     RolloutConfig,
+    SamplingParams,
     fixed_delay,
 )
-from sat_jax.data.prompts import PromptOptions
-from sat_jax.rollout.engine import SamplingParams
 
 
 def smollm2_sums() -> ExperimentConfig:

@@ -15,7 +15,7 @@ import numpy as np
 
 from sat_jax.report.contents import PANELS
 from sat_jax.report.figures import draw
-from sat_jax.runs.reader import read_run
+from sat_jax.runs import read_run
 
 FIGURES = {
     "default_run": ("Learning curve", "Mismatch", "Gate, clip and intercept rate"),

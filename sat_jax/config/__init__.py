@@ -15,6 +15,9 @@ from sat_jax.config.experiment import (
     with_method,
 )
 from sat_jax.config.named import config_functions, load_config
+from sat_jax.data.prompts import PromptOptions
+from sat_jax.model import ModelConfig
+from sat_jax.rollout.engine import SamplingParams
 from sat_jax.rollout.schedule import Schedule, batchwise, fixed_delay, free_running, synchronous
 
 __all__ = [
@@ -24,10 +27,13 @@ __all__ = [
     "ExperimentConfig",
     "LearnerConfig",
     "MeshConfig",
+    "ModelConfig",
     "OptimizerConfig",
     "PolicyConfig",
+    "PromptOptions",
     "RewardConfig",
     "RolloutConfig",
+    "SamplingParams",
     "Schedule",
     "WarmStartConfig",
     "batchwise",

@@ -12,11 +12,11 @@ from sat_jax.config import (
     ExperimentConfig,
     OptimizerConfig,
     RolloutConfig,
+    SamplingParams,
     WarmStartConfig,
     fixed_delay,
     load_config,
 )
-from sat_jax.rollout.engine import SamplingParams
 
 
 def tiny() -> ExperimentConfig:

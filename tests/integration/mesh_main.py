@@ -16,9 +16,8 @@ import numpy as np
 from sat_jax.config import ExperimentConfig, MeshConfig, fixed_delay
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.runs.checkpoint import Checkpoints
-from sat_jax.training import build
+from sat_jax.training import Trainer, build
 from sat_jax.training.restore import checkpoint_params
-from sat_jax.training.trainer import Trainer
 from tests.helpers.tiny import tiny
 
 MESH = MeshConfig(data=2, fsdp=2, expert=2)

@@ -13,7 +13,7 @@ import pytest
 from sat_jax import losses
 from sat_jax.config import ExperimentConfig, LearnerConfig, synchronous
 from sat_jax.rollout.engine import SamplingParams
-from sat_jax.training.trainer import Trainer
+from sat_jax.training import Trainer
 from tests.helpers.tiny import tiny, variant
 from tests.integration.test_main_job import _at_step
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sat_jax.report.contents import duration, facts
 from sat_jax.report.terminal import Display, sparkline
-from sat_jax.runs.reader import read_run
+from sat_jax.runs import read_run
 from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import evaluation, make_run, step_metrics, write_config
 

@@ -15,7 +15,7 @@ from sat_jax.inspection.batch import configure, inspect_batch, load_batch
 from sat_jax.losses.window import edges, window
 from sat_jax.report import render
 from sat_jax.report.terminal import Display
-from sat_jax.runs.reader import read_run
+from sat_jax.runs import read_run
 from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import write_config
 
