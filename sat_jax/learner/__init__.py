@@ -1,6 +1,6 @@
 """What a learner computes: scores, train steps, and those compiled for the devices that are there, or are not."""
 
-from sat_jax.learner.compiled import Programs
+from sat_jax.learner.compiled import Programs, abstract
 from sat_jax.learner.step import (
     LearnerSpec,
     Metrics,
@@ -21,6 +21,7 @@ __all__ = [
     "Metrics",
     "Programs",
     "Scores",
+    "abstract",
     "adam",
     "batch_shardings",
     "init_state",
