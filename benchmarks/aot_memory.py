@@ -22,8 +22,7 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 import jax
 
 from sat_jax import kernels, learner, losses, model
-from sat_jax.learner import aot
-from sat_jax.learner.compiled import Programs, abstract
+from sat_jax.learner import Programs, abstract, aot
 
 HBM = {"v5p": 95 * 10**9, "v5e": 16 * 10**9, "v6e": 32 * 10**9, "v4": 32 * 10**9}
 

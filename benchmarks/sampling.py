@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from sat_jax import hub, model
-from sat_jax.rollout.engine import Request, SamplingParams
+from sat_jax.rollout import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.types import Prompt
 

@@ -5,20 +5,22 @@ Sizes and learning rates suit two CPU cores. Every function is one run; a varian
 
 from dataclasses import replace
 
-from sat_jax import losses
 from sat_jax.config import (
     DataConfig,
     EvaluationConfig,
     ExperimentConfig,
-    LearnerConfig,
+    ModelConfig,
     OptimizerConfig,
     PolicyConfig,
     RewardConfig,
     RolloutConfig,
+    SamplingParams,
     WarmStartConfig,
+    fixed_delay,
+    free_running,
+    synchronous,
+    with_method,
 )
-from sat_jax.model import ModelConfig
-from sat_jax.rollout.engine import SamplingParams
 
 POLICY = ModelConfig(
     model_type="qwen3_moe",
@@ -42,32 +44,32 @@ def mix6() -> ExperimentConfig:
 
 
 def _mix6(method: str) -> ExperimentConfig:
-    return ExperimentConfig(
+    base = ExperimentConfig(
         name="mix6" if method == "sat-gspo-r3" else f"mix6-{method}",
         steps=250,
         policy=PolicyConfig(init=POLICY, tokenizer="toy"),
         data=DataConfig(source="toy:sort6/train?size=8192"),
         reward=RewardConfig(function="sat_jax.rewards.toy:exact_match"),
         sampling=SamplingParams(max_new_tokens=8),
-        rollout=RolloutConfig(prompts_per_step=32, n_samples_per_prompt=8, regime="fixed_delay", fixed_delay=8),
-        loss=replace(losses.method(method), kl_loss_coef=1e-3),
+        rollout=RolloutConfig(prompts_per_step=32, n_samples_per_prompt=8, schedule=fixed_delay(8)),
         optimizer=OptimizerConfig(lr=1e-4),
-        learner=LearnerConfig(routing_replay=losses.method_uses_replay(method)),
         warm_start=WarmStartConfig(steps=500, batch_size=128, lr=2e-3),
         evaluation=EvaluationConfig(source="toy:sort6/test?size=128", problems=128, k=8, interval=50),
     )
+    return with_method(base, method, kl_loss_coef=1e-3)
 
 
 def mix6_sync() -> ExperimentConfig:
     """The default without asynchrony: lag 0, every clip idle."""
     base = mix6()
-    return replace(base, name="mix6-sync", rollout=replace(base.rollout, regime="sync"))
+    return replace(base, name="mix6-sync", rollout=replace(base.rollout, schedule=synchronous()))
 
 
 def mix6_free_running() -> ExperimentConfig:
     """Threads run freely; weights are swapped in while responses are being decoded. Does not repeat by seed."""
     base = mix6()
-    return replace(base, name="mix6-free-running", rollout=replace(base.rollout, regime="async", overlap=True))
+    rollout = replace(base.rollout, schedule=free_running(), overlap=True)
+    return replace(base, name="mix6-free-running", rollout=rollout)
 
 
 # The other rows of the paper's Table 1: the same run, another loss or forward pass.

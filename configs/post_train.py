@@ -9,13 +9,15 @@ from dataclasses import replace
 from sat_jax import losses
 from sat_jax.config import (
     DataConfig,
+    EngineConfig,
     EvaluationConfig,
     ExperimentConfig,
     OptimizerConfig,
     RewardConfig,
     RolloutConfig,
+    SamplingParams,
+    fixed_delay,
 )
-from sat_jax.rollout.engine import SamplingParams
 
 
 def post_train() -> ExperimentConfig:
@@ -26,15 +28,14 @@ def post_train() -> ExperimentConfig:
         data=DataConfig(),
         reward=RewardConfig(function="sat_jax.rewards.math:grade", workers=2),
         sampling=SamplingParams(max_new_tokens=256),
+        engine=EngineConfig(slots=64),
         rollout=RolloutConfig(
             prompts_per_step=8,
             n_samples_per_prompt=8,
-            regime="fixed_delay",
-            fixed_delay=1,
+            schedule=fixed_delay(1),
             max_staleness=8,
-            engine_slots=64,
         ),
-        loss=replace(losses.method("sat-gspo-r3"), kl_loss_coef=1e-3),
+        loss=replace(losses.method("sat-gspo"), kl_loss_coef=1e-3),
         optimizer=OptimizerConfig(lr=1e-6, b1=0.9, b2=0.98),
         evaluation=EvaluationConfig(problems=16, k=4, interval=25),
     )

@@ -13,11 +13,12 @@ from sat_jax.config import (
     ExperimentConfig,
     OptimizerConfig,
     PolicyConfig,
+    PromptOptions,
     RewardConfig,
     RolloutConfig,
+    SamplingParams,
+    fixed_delay,
 )
-from sat_jax.data.prompts import PromptOptions
-from sat_jax.rollout.engine import SamplingParams
 
 
 def smollm2_sums() -> ExperimentConfig:
@@ -32,8 +33,8 @@ def smollm2_sums() -> ExperimentConfig:
         data=DataConfig(source="reasoning_gym:chain_sum?size=1000&min_terms=2&max_terms=2&min_digits=1&max_digits=1"),
         reward=RewardConfig(function="sat_jax.rewards.math:grade_lenient", workers=1),
         sampling=SamplingParams(temperature=0.6, max_new_tokens=16),
-        rollout=RolloutConfig(prompts_per_step=4, n_samples_per_prompt=8, fixed_delay=1, max_staleness=4),
-        loss=losses.method("sat-gspo-r3"),
+        rollout=RolloutConfig(prompts_per_step=4, n_samples_per_prompt=8, schedule=fixed_delay(1), max_staleness=4),
+        loss=losses.method("sat-gspo"),
         optimizer=OptimizerConfig(lr=1e-5, max_grad_norm=1.0),
         evaluation=EvaluationConfig(problems=32, k=4, interval=0, temperature=0.6),
         checkpoint_interval=20,

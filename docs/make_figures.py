@@ -13,22 +13,23 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 
-from sat_jax.report import figures
-from sat_jax.runs.reader import read_run
+from sat_jax.report.contents import PANELS
+from sat_jax.report.figures import draw
+from sat_jax.runs import read_run
 
 FIGURES = {
-    "default_run": (figures.learning_curve, figures.mismatch, figures.rates),
-    "smollm2_sums": (figures.learning_curve, figures.mismatch),
+    "default_run": ("Learning curve", "Mismatch", "Gate, clip and intercept rate"),
+    "smollm2_sums": ("Learning curve", "Mismatch"),
 }
 
 
 def main(name: str, *run_dirs: str) -> None:
-    """The figure's plots of all runs, side by side."""
+    """The panels of that name, of all runs, side by side."""
     runs = [read_run(Path(run_dir)) for run_dir in run_dirs]
     pictures = []
-    for plot in FIGURES[name]:
+    for panel in (panel for title in FIGURES[name] for panel in PANELS if panel.title == title):
         file = io.BytesIO()
-        plot(runs).savefig(file, facecolor="white", dpi=110, format="png")
+        draw(panel, runs).savefig(file, facecolor="white", dpi=110, format="png")
         file.seek(0)
         pictures.append(matplotlib.image.imread(file, format="png")[..., :3])
     height = max(p.shape[0] for p in pictures)

@@ -8,6 +8,7 @@ Tunix calls a policy loss with the model and a ``TrainExample``; the ratio divid
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,15 +21,8 @@ def sat_loss(
     method: str, log_probs: jax.Array, example: Any, kl_loss_coef: float = 0.0, **settings: float
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss and metrics of one ``TrainExample``; ``log_probs`` [B, T] are the policy's, over completions."""
-    config = losses.method(method)
     has_reference = example.ref_per_token_logps is not None
-    config = losses.LossConfig(
-        name=method,
-        rules=config.rules,
-        unit=config.unit,
-        kl_loss_coef=kl_loss_coef if has_reference else 0.0,
-        **settings,
-    )
+    config = dataclasses.replace(losses.method(method), kl_loss_coef=kl_loss_coef if has_reference else 0.0, **settings)
     old = example.old_per_token_logps
     loss, metrics = losses.make_loss(config)(
         losses.LossInputs(

@@ -20,6 +20,8 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
+from sat_jax.names import nearest
+
 INT_MAX = 2**31 - 1
 """Where an integer has no bound of its own: what int32 on a device holds."""
 
@@ -68,21 +70,20 @@ Natural = Annotated[int, Range(0, INT_MAX)]
 """0, 1, 2, ..."""
 Positive = Annotated[float, Range(0, above=True)]
 NonNegative = Annotated[float, Range(0)]
-Share = Annotated[float, Range(0, 1)]
 
 
 class Checked:
     """Base of checked records; subclasses are frozen dataclasses.
 
-    ``section`` is what the record's fields are called by in errors (``optimizer`` for ``optimizer.lr``); by default the
-    class's own name.
+    ``section`` is what the record's fields are called by in errors: ``optimizer`` for ``optimizer.lr``, nothing for the
+    fields of a whole configuration; by default the class's own name.
     """
 
     section: ClassVar[str] = ""
 
-    def __init_subclass__(cls, section: str = "", **kwargs: Any) -> None:
+    def __init_subclass__(cls, section: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.section = section or cls.__name__
+        cls.section = cls.__name__ if section is None else section
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -101,21 +102,10 @@ def check_fields(record: Any) -> None:
             checked = _conform(value, hint)
         except _Unfit as unfit:
             default = "" if field.default in (dataclasses.MISSING, value) else f"; the default is {field.default!r}"
-            name = f"{record.section}.{field.name}"
+            name = f"{record.section}.{field.name}".removeprefix(".")
             raise ValueError(f"{name} = {value!r}: {unfit}{default}") from None
         if checked is not value:
             object.__setattr__(record, field.name, checked)
-
-
-def numeric_fields(cls: type) -> dict[str, Range | None]:
-    """The numbers among the fields of a dataclass, each with its declared range."""
-    found: dict[str, Range | None] = {}
-    record: Any = cls
-    for field, hint in _hints(record):
-        for option in _options(hint):
-            if _plain(option) in (int, float):
-                found[field.name] = _range(option)
-    return found
 
 
 class _Unfit(Exception):  # noqa: N818 - becomes a ValueError once the field's name is known
@@ -124,7 +114,12 @@ class _Unfit(Exception):  # noqa: N818 - becomes a ValueError once the field's n
 
 @functools.cache
 def _hints(cls: Any) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
-    hints = typing.get_type_hints(cls, include_extras=True)
+    try:
+        hints = typing.get_type_hints(cls, include_extras=True)
+    except NameError as error:
+        raise ValueError(
+            f"the annotations of {cls.__qualname__} cannot be read ({error}): import what they name in its file"
+        ) from error
     return tuple((field, hints[field.name]) for field in dataclasses.fields(cls))
 
 
@@ -158,7 +153,8 @@ def _conform(value: Any, hint: Any) -> Any:
     if origin is typing.Literal:
         choices = typing.get_args(kind)
         if value not in choices or isinstance(value, bool) != any(isinstance(c, bool) for c in choices):
-            raise _Unfit(f"must be one of {', '.join(map(str, choices))}")
+            close = nearest(str(value), map(str, choices))
+            raise _Unfit(f"must be one of {', '.join(map(str, choices))}" + close * close.startswith("; did"))
         return value
     if origin is tuple:
         if not isinstance(value, tuple):

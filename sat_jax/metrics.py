@@ -11,6 +11,10 @@ from typing import Literal
 
 import numpy as np
 
+Reduction = Literal["sum", "mean", "min", "max", "value"]
+"""``mean`` is weighted by active tokens, ``sum`` is already divided by the batch's denominators, ``value`` is the same
+everywhere."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
@@ -19,28 +23,39 @@ class Metric:
     Attributes:
         unit: as printed on an axis; empty for a pure number, ``share`` for a fraction in [0, 1].
         description: one sentence without a full stop.
+        reduction: how partial results of micro-batches or devices combine; None: there are none, it is logged whole.
         kind: ``scalar``, or ``histogram``: an object that maps a value to how often it occurred (``value_counts``).
     """
 
     unit: str
     description: str
+    reduction: Reduction | None = None
     kind: Literal["scalar", "histogram"] = "scalar"
 
 
 METRICS: dict[str, Metric] = {
-    "train/loss": Metric("", "what was minimised: policy term plus weighted KL"),
-    "train/pg_loss": Metric("", "policy-gradient term alone"),
-    "train/kl_loss": Metric("nats", "KL estimate against the reference policy, before its coefficient"),
-    "train/entropy": Metric("nats", "mean entropy of the policy's next-token distribution over active tokens"),
+    "train/loss": Metric("", "what was minimised: policy term plus weighted KL", "sum"),
+    "train/pg_loss": Metric("", "policy-gradient term alone", "sum"),
+    "train/kl_loss": Metric("nats", "KL estimate against the reference policy, before its coefficient", "sum"),
+    "train/kl_capped_ratio": Metric(
+        "share", "active tokens without a KL gradient: a clamp cuts their estimate", "mean"
+    ),
+    "train/entropy": Metric("nats", "mean entropy of the policy's next-token distribution over active tokens", "mean"),
     "train/grad_norm": Metric("", "global L2 norm of the gradient before clipping"),
     "train/lr": Metric("", "learning rate of the update"),
-    "train/clip_fraction": Metric("share", "active tokens whose surrogate gradient the clip interval cuts"),
-    "train/d_bar": Metric("nats", "sampled mismatch: mean |log ratio| of single tokens, for every unit, eq. (52)"),
-    "train/kl_train_rollout": Metric("nats", "KL estimate between learner and rollout engine on the sampled tokens"),
-    "train/ratio_max": Metric("", "largest importance ratio of an active token"),
-    "train/keep_fraction": Metric("share", "active tokens that a masking rule (DPPO, IcePop, KPop, SeqClip) keeps"),
-    "train/weight_mean": Metric("", "mean detached weight (TIS, IcePop) of active tokens"),
-    "train/tokens": Metric("tokens", "active tokens of the batch, as the loss counts them"),
+    "train/clip_fraction": Metric("share", "active tokens whose surrogate gradient the clip interval cuts", "mean"),
+    "train/d_bar": Metric(
+        "nats", "sampled mismatch: mean |log ratio| of single tokens, for every unit, eq. (52)", "mean"
+    ),
+    "train/kl_train_rollout": Metric(
+        "nats", "KL estimate between learner and rollout engine on the sampled tokens", "mean"
+    ),
+    "train/ratio_max": Metric("", "largest importance ratio of an active token", "max"),
+    "train/keep_fraction": Metric(
+        "share", "active tokens that a masking rule (DPPO, IcePop, KPop, SeqClip) keeps", "mean"
+    ),
+    "train/weight_mean": Metric("", "mean detached weight (TIS, IcePop) of active tokens", "mean"),
+    "train/tokens": Metric("tokens", "active tokens of the batch, as the loss counts them", "sum"),
     "train/valid_tokens": Metric(
         "tokens", "tokens of the batch under the loss mask; 0 means that there was no step to take"
     ),
@@ -51,25 +66,29 @@ METRICS: dict[str, Metric] = {
         "", "1 where the update was withheld: no active token, or a gradient that is not finite"
     ),
     "sat/q": Metric(
-        "nats", "alpha-quantile of |log ratio| at the loss's unit (sequence ratios: the response's mean), eq. (14)"
+        "nats",
+        "alpha-quantile of |log ratio| at the loss's unit (sequence ratios: the response's mean), eq. (14)",
+        "value",
     ),
-    "sat/gate_rate": Metric("share", "active tokens with |log ratio| beyond q, eq. (16)"),
-    "sat/eps_low_mean": Metric("", "mean lower clip radius after contraction"),
-    "sat/eps_high_mean": Metric("", "mean upper clip radius after contraction"),
-    "sat/c_low_min": Metric("", "strongest contraction of a lower radius in the batch; 1 is none"),
-    "sat/c_high_min": Metric("", "strongest contraction of an upper radius in the batch; 1 is none"),
-    "sat/c_low_mean": Metric("", "mean contraction of the lower radius; 1 is none"),
-    "sat/c_high_mean": Metric("", "mean contraction of the upper radius; 1 is none"),
-    "sat/intercept_rate": Metric("share", "active tokens whose gradient SAT cuts and the nominal interval would not"),
+    "sat/gate_rate": Metric("share", "active tokens with |log ratio| beyond q, eq. (16)", "mean"),
+    "sat/eps_low_mean": Metric("", "mean lower clip radius after contraction", "mean"),
+    "sat/eps_high_mean": Metric("", "mean upper clip radius after contraction", "mean"),
+    "sat/c_low_min": Metric("", "strongest contraction of a lower radius in the batch; 1 is none", "min"),
+    "sat/c_high_min": Metric("", "strongest contraction of an upper radius in the batch; 1 is none", "min"),
+    "sat/c_low_mean": Metric("", "mean contraction of the lower radius; 1 is none", "mean"),
+    "sat/c_high_mean": Metric("", "mean contraction of the upper radius; 1 is none", "mean"),
+    "sat/intercept_rate": Metric(
+        "share", "active tokens whose gradient SAT cuts and the nominal interval would not", "mean"
+    ),
     "async/staleness_mean": Metric("versions", "mean lag of active tokens: learner version minus sampling version"),
     "async/staleness_max": Metric("versions", "largest lag among active tokens"),
-    "async/staleness_histogram": Metric("tokens", "active tokens of the batch by lag in versions", "histogram"),
+    "async/staleness_histogram": Metric("tokens", "active tokens of the batch by lag in versions", kind="histogram"),
     "async/queue_groups": Metric("groups", "finished groups waiting in the queue when the batch was taken"),
     "async/dropped_stale": Metric("groups", "groups dropped or requeued so far because they were too old"),
-    "async/delta_pi": Metric("nats", "mean |log ratio| owed to policy updates, eq. (2)"),
-    "async/delta_impl": Metric("nats", "mean |log ratio| owed to kernels, precision and routing, eq. (2)"),
+    "async/delta_pi": Metric("nats", "mean |log ratio| owed to policy updates, eq. (2)", "mean"),
+    "async/delta_impl": Metric("nats", "mean |log ratio| owed to kernels, precision and routing, eq. (2)", "mean"),
     "rollout/reward_mean": Metric("reward", "mean reward of the batch's responses"),
-    "rollout/reward_histogram": Metric("responses", "responses of the batch by reward", "histogram"),
+    "rollout/reward_histogram": Metric("responses", "responses of the batch by reward", kind="histogram"),
     "rollout/accuracy": Metric("share", "responses of the batch that the verifier calls correct"),
     "rollout/response_len_mean": Metric("tokens", "mean response length"),
     "rollout/truncated_ratio": Metric("share", "responses ended by the token budget"),
@@ -100,8 +119,8 @@ def describe(name: str) -> Metric:
 
 def metrics_markdown() -> str:
     """The register as a Markdown table: the body of ``docs/metrics.md``."""
-    rows = [f"| `{name}` | {m.unit or '–'} | {m.description} |" for name, m in METRICS.items()]
-    return "\n".join(["| metric | unit | meaning |", "| --- | --- | --- |", *rows]) + "\n"
+    rows = [f"| `{name}` | {m.unit or '–'} | {m.reduction or '–'} | {m.description} |" for name, m in METRICS.items()]
+    return "\n".join(["| metric | unit | over parts | meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
 
 
 def value_counts(values: np.ndarray | Iterable[float], decimals: int = 2) -> dict[str, int]:

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import tyro
 
 from sat_jax import hub, model
 from sat_jax.hub import gguf
 from sat_jax.hub import upcycle as upcycling
 from sat_jax.policy import load_policy
 from sat_jax.training import build
-from sat_jax.training.restore import checkpoint_params, run_config
+from sat_jax.training.restore import checkpoint_params, stored_config
 
 Dtype = Literal["float32", "bfloat16"]
 
 
 def upcycle(
-    hf_dir: tyro.conf.Positional[Path],
+    hf_dir: Path,
+    *,
     out: Path,
     experts: int = 4,
     top_k: int = 2,
@@ -43,7 +43,7 @@ def upcycle(
     print(f"{out}: {cfg.model_type}, {top_k} of {experts} experts in {len(cfg.moe_layers)} layers, {_size(cfg)}")
 
 
-def import_gguf(file: tyro.conf.Positional[Path], out: Path, dtype: Dtype = "float32") -> None:
+def import_gguf(file: Path, *, out: Path, dtype: Dtype = "float32") -> None:
     """Turn llama.cpp's GGUF of a Llama into a Hugging Face folder: weights, tokenizer and chat template.
 
     Args:
@@ -55,7 +55,7 @@ def import_gguf(file: tyro.conf.Positional[Path], out: Path, dtype: Dtype = "flo
     print(f"{out}: {cfg.model_type}, {_size(cfg)}, {dtype}")
 
 
-def export(source: tyro.conf.Positional[Path], out: Path, dtype: Dtype = "float32") -> None:
+def export(source: Path, *, out: Path, dtype: Dtype = "float32") -> None:
     """Write a trained policy as a Hugging Face folder that transformers, vLLM, SGLang and sat-jax load.
 
     Args:
@@ -66,7 +66,7 @@ def export(source: tyro.conf.Positional[Path], out: Path, dtype: Dtype = "float3
     """
     step = int(source.name) if source.parent.name == "checkpoints" and source.name.isdigit() else None
     folder = source if step is None else source.parent.parent
-    config = run_config(folder)
+    config = stored_config(folder, loss=False)
     if config is None:
         policy = load_policy(folder, dtype)
         cfg, params, files, origin = policy.config, policy.params, policy.source, str(folder)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -29,7 +28,8 @@ _AT_ONCE = 1024
 
 
 def grade(
-    file: tyro.conf.Positional[Path],
+    file: Path,
+    *,
     out: Path,
     policy: Literal["boxed", "marked", "number"] = "marked",
     reward: str | None = None,
@@ -104,9 +104,10 @@ def _job(where: str, row: dict[str, Any]) -> GradeJob:
 
 
 def data(
-    file: tyro.conf.Positional[str],
+    file: str,
+    *,
     model: Path | None = None,
-    options: tyro.conf.OmitArgPrefixes[PromptOptions] = PromptOptions(),  # noqa: B008 - frozen; tyro reads its fields
+    options: PromptOptions = PromptOptions(),  # noqa: B008 - frozen
     example: int = 0,
 ) -> None:
     """Describe a prompt file: schema, counts, lengths, duplicates, and one rendered example with its masks.

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from sat_jax.checked import Checked, Count, Natural, NonNegative, Range
 from sat_jax.config import ExperimentConfig, PolicyConfig, RewardConfig
 from sat_jax.data.prompts import PromptOptions, load_prompts
 from sat_jax.rewards.grader import Grader
@@ -20,56 +20,54 @@ from sat_jax.rollout.engine import SamplingParams
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.training import build, grading
 from sat_jax.training.evaluation import Evaluation, evaluate
-from sat_jax.training.restore import checkpoint_params, run_config
+from sat_jax.training.restore import checkpoint_params, stored_config
 from sat_jax.types import Prompt
 
 
 @dataclass(frozen=True)
-class EvalOptions:
-    """What to evaluate, on what, and how to sample."""
+class EvalOptions(Checked, section="eval"):
+    """On what, and how to sample."""
 
-    model: tyro.conf.Positional[Path]
-    """Hugging Face folder, or run folder (its newest checkpoint)."""
     prompts: str | None = None
     """Prompts with reference answers: JSONL, Parquet, tfds:NAME/SPLIT, ... For a run, its own held-out problems."""
-    k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 8
+    k: Count = 8
     """Samples per problem."""
-    problems: int = 0
+    problems: Natural = 0
     """Use only the first so many problems; 0: all."""
-    temperature: float = 1.0
+    temperature: NonNegative = 1.0
     """0 is greedy decoding."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(0, 1, above=True)] = 1.0
     """Nucleus; 1 is off."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Count | None = None
     """Budget of a response; by default 512, for a run its own."""
     reward: str | None = None
-    """``module:function`` that grades; by default the math verifier, for a run its own."""
-    workers: int = 2
+    """``module:function`` or ``file.py:function`` that grades; by default the math verifier, for a run its own."""
+    workers: Annotated[int, Range(0, 4096)] = 2
     """Grading processes; 0: in this one."""
-    slots: int = 64
+    slots: Count = 64
     """Responses decoded side by side."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Of the sampling."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
 
-def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
-    """Samples, grades and prints."""
-    if options.k < 1:
-        raise ValueError(f"-k {options.k}: at least one sample per problem is needed")
-    if options.problems < 0:
-        raise ValueError(f"--problems {options.problems}: must not be negative; 0 takes all")
-    run = run_config(options.model)
+def main(model: Path, *, options: EvalOptions = EvalOptions()) -> int:
+    """avg@k and pass@k of a policy.
+
+    Args:
+        model: Hugging Face folder, or run folder (its newest checkpoint).
+    """
+    run = stored_config(model, loss=False)
     config = run or ExperimentConfig(
-        policy=PolicyConfig(path=str(options.model)),
+        policy=PolicyConfig(path=str(model)),
         reward=RewardConfig(function="sat_jax.rewards.math:grade", workers=options.workers),
         sampling=SamplingParams(max_new_tokens=512),
     )
-    policy = build.build_policy(config, options.model)
+    policy = build.build_policy(config, model)
     params, step = policy.params, 0
     if run is not None:
-        params, step = checkpoint_params(options.model, config, policy)
+        params, step = checkpoint_params(model, config, policy)
     prompts = _prompts(options, run, policy)
     sampling = SamplingParams(
         temperature=options.temperature,
@@ -103,7 +101,7 @@ def main(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> int:
         )
         verdicts = dict(grader.counts)
     engine.close()
-    _show(options, result, verdicts, of_run=run is not None)
+    _show(options, model, result, verdicts, of_run=run is not None)
     return 0
 
 
@@ -118,11 +116,11 @@ def _prompts(options: EvalOptions, run: ExperimentConfig | None, policy: build.P
     return prompts[: options.problems] if options.problems else prompts
 
 
-def _show(options: EvalOptions, result: Evaluation, verdicts: dict[str, int], of_run: bool) -> None:
+def _show(options: EvalOptions, model: Path, result: Evaluation, verdicts: dict[str, int], of_run: bool) -> None:
     if options.json:
-        print(json.dumps({"model": str(options.model), **result.record(), "verdicts": verdicts}))
+        print(json.dumps({"model": str(model), **result.record(), "verdicts": verdicts}))
         return
-    table = Table(title=f"{options.model}, step {result.step}" if of_run else str(options.model))
+    table = Table(title=f"{model}, step {result.step}" if of_run else str(model))
     for name in ("source", "problems", f"avg@{result.k}", f"pass@{result.k}"):
         table.add_column(name, justify="left" if name == "source" else "right")
     for name, score in {**result.sources, "all": result.total}.items():

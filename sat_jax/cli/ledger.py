@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -14,7 +13,7 @@ from sat_jax.runs.folder import LEDGER_FILE
 _SHOWN = 10
 
 
-def ledger(run: tyro.conf.Positional[Path]) -> int:
+def ledger(run: Path) -> int:
     """Follow every prompt group through `ledger.jsonl`. Exit status 1 if one is lost, doubled or out of order.
 
     Args:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from sat_jax import losses
+from sat_jax.losses import rules
 
 
-def methods(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
+def methods(*, json_: bool = False) -> None:
     """Every named method: its rules, its unit, its source.
 
     Args:
-        as_json: Print one JSON object instead of the table.
+        json_: Print one JSON object instead of the table.
     """
     names = list(dict.fromkeys([*losses.TABLE_1, *losses.METHODS]))
     entries = {name: _describe(name) for name in names}
-    if as_json:
+    if json_:
         print(json.dumps(entries, indent=1))
         return
     table = Table(title="methods (the first thirteen are the paper's Table 1)", title_justify="left")
@@ -35,17 +35,19 @@ def methods(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> Non
     sources = Table(title="rules", title_justify="left")
     for column in ("rule", "kind", "what it does", "source"):
         sources.add_column(column, overflow="fold", no_wrap=column == "rule")
-    for name, kind in losses.rule_names().items():
-        rule = getattr(losses.LossConfig(), name)
-        sources.add_row(name, kind, rule.summary, rule.source)
+    for rule in (thing for thing in vars(rules).values() if isinstance(thing, type) and issubclass(thing, losses.Rule)):
+        if rule.source:
+            sources.add_row(rule.section, rule.kind, rule.summary, rule.source)
     console.print(sources)
 
 
 def inspect(
-    batch: tyro.conf.Positional[Path],
+    batch: Path,
+    *,
     method: str = "",
+    rule: tuple[str, ...] = (),
     compare: str = "",
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    json_: bool = False,
     grad: Path | None = None,
     plot: Path | None = None,
     loss_agg_mode: losses.Aggregation | None = None,
@@ -62,9 +64,10 @@ def inspect(
     Args:
         batch: An .npz with log_probs, behavior_log_probs, advantages, loss_mask (and optional arrays), or a folder of
             them. The names of verl, slime and TRL are recognised.
-        method: Named method, see `sat-jax methods`; sat-gspo where neither it nor --compare names one.
+        method: Named method, see `sat-jax methods`, or file.py:name of a LossConfig. By default sat-gspo.
+        rule: Rules of your own that join the loss: file.py:Class or module:Class.
         compare: Comma-separated methods to show side by side.
-        as_json: Print one JSON object.
+        json_: Print one JSON object.
         grad: Write d loss / d log_probs as `grad` [B, T] to this .npz.
         plot: Draw the histogram of d and the (ratio, advantage) plane.
         loss_agg_mode: How tokens become a loss; by default seq-mean-token-mean.
@@ -83,6 +86,7 @@ def inspect(
     configs = [
         inspection.configure(
             name,
+            rules=rule,
             loss_agg_mode=loss_agg_mode,
             eps_low=eps_low,
             eps_high=eps_high,
@@ -99,16 +103,19 @@ def inspect(
     for option, path in (("--grad", grad), ("--plot", plot)):
         if path is not None and not single:
             raise ValueError(f"{option} {path}: it shows one method on one batch; name one file and one method")
+    sat = losses.Sat(alpha=alpha, exponent=exponent)
     # Everything is read and checked before anything is computed.
     batches = [(path, *inspection.load_batch(path)) for path in files]
-    found = [(path, notes, inspection.inspect_batch(c, inputs)) for path, inputs, notes in batches for c in configs]
+    found = [
+        (path, notes, inspection.inspect_batch(c, inputs, sat)) for path, inputs, notes in batches for c in configs
+    ]
     if grad is not None:
         _save_gradient(grad, found[0][2].gradient)
     if plot is not None:
         from sat_jax.inspection.geometry import batch_figure, save
 
         save(batch_figure(found[0][2], configs[0]), plot)
-    if as_json:
+    if json_:
         summaries = [{"file": path.name} | i.summary for path, _, i in found]
         print(json.dumps(found[0][2].summary if single else {"results": summaries}, indent=1))
         return
@@ -116,7 +123,9 @@ def inspect(
 
 
 def geometry(
+    *,
     method: str = "sat-gspo",
+    rule: tuple[str, ...] = (),
     out: Path = Path("geometry.png"),
     mu: float = 0.2,
     q: float = 0.05,
@@ -128,7 +137,8 @@ def geometry(
     """Draw the clip geometry of a method, computed by differentiating its own code over a grid of ratios.
 
     Args:
-        method: Named method; see `sat-jax methods`.
+        method: Named method, see `sat-jax methods`, or file.py:name of a LossConfig.
+        rule: Rules of your own that join the loss: file.py:Class or module:Class.
         out: Picture to write; the suffix picks the format.
         mu: Behaviour probability of the token, for the rules that depend on it.
         q: The batch's quantile of |d|, for SAT.
@@ -140,21 +150,21 @@ def geometry(
     from sat_jax.inspection.batch import configure
     from sat_jax.inspection.geometry import geometry_figure, save
 
-    config = configure(method, eps_low=eps_low, eps_high=eps_high, exponent=exponent, tis_cap=tis_cap)
+    config = configure(method, rules=rule, eps_low=eps_low, eps_high=eps_high, exponent=exponent, tis_cap=tis_cap)
     save(geometry_figure(config, mu, q), out)
     print(out)
 
 
 def _describe(name: str) -> dict[str, Any]:
-    config = losses.method(name)
+    config, replay = losses.split_method(name)
     return {
-        "rules": list(config.rules),
+        "rules": [rule.name for rule in config.rules],
         "unit": config.unit,
         "denominator": config.denominator,
         "needs": list(config.needs()),
-        "replay": losses.method_uses_replay(name),
-        "description": losses.DESCRIPTIONS[name.removesuffix("-r3")],
-        "sources": [getattr(config, rule).source for rule in config.rules],
+        "replay": replay,
+        "description": losses.DESCRIPTIONS[config.name],
+        "sources": [rule.source for rule in config.rules],
     }
 
 

@@ -1,21 +1,17 @@
-"""``sat-jax``: one word picks the command, tyro parses the rest, a user's mistake is one line and exit status 2."""
+"""``sat-jax``: one word picks the command, argparse the rest; a user's mistake is one line and exit status 2."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib
-import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
-import tyro
-
-from sat_jax.dataclass_json import nearest
+from sat_jax.cli.arguments import call, command
+from sat_jax.names import nearest
 
 
 class Command(NamedTuple):
@@ -47,27 +43,6 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-class UsageError(ValueError):
-    """Wrong use of the command line; its text is the one line that is shown."""
-
-
-def parse(target: Callable[..., Any], args: Sequence[str], prog: str, **kwargs: Any) -> Any:
-    """``tyro.cli`` with its error box folded into one line.
-
-    Raises:
-        UsageError: the arguments do not fit ``target``.
-        SystemExit: ``--help`` was asked for (status 0).
-    """
-    captured = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(captured):
-            return tyro.cli(target, args=list(args), prog=prog, config=(tyro.conf.AvoidSubcommands,), **kwargs)
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise UsageError(_fold(captured.getvalue())) from None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 success, 2 wrong use, 130 interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -86,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = getattr(importlib.import_module(module), function)
     prog = f"sat-jax {name}"
     try:
-        status = target(rest, prog) if COMMANDS[name].raw else parse(_deferred(target), rest, prog)()
+        status = target(rest, prog) if COMMANDS[name].raw else call(target, command(target, prog).parse(rest))
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
@@ -98,16 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
     return int(status or 0)
-
-
-def _deferred(function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
-    """``function`` with its signature, but called later: parsing and running must not share one error handling."""
-
-    @functools.wraps(function)
-    def later(*args: Any, **kwargs: Any) -> Callable[[], Any]:
-        return functools.partial(function, *args, **kwargs)
-
-    return later
 
 
 def entry() -> NoReturn:
@@ -144,15 +109,3 @@ def _is_users_mistake(error: BaseException) -> bool:
         return True
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
-
-
-def _fold(box: str) -> str:
-    """The text of tyro's error box: without its frame, the argument help and the pointer to ``--help``."""
-    words: list[str] = []
-    for line in box.splitlines():
-        text = line.strip("│╭╮╰╯ ")
-        if line.startswith("╰") or text.startswith(("For full helptext", "Argument helptext")):
-            break
-        if line.startswith("│") and text.strip("─"):
-            words.append(text)
-    return " ".join(words) or " ".join(box.split()) or "wrong arguments; see --help"

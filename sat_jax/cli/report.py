@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tyro
-
 from sat_jax.report import write_report
 
 
-def report(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) -> None:
+def report(*runs: Path, out: Path | None = None) -> None:
     """Write one self-contained HTML page about one run, or comparing several.
 
     Args:

@@ -2,89 +2,124 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import functools
-import json
+import textwrap
 import typing
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
 
-import tyro
-
-from sat_jax.cli.main import UsageError, parse
-from sat_jax.config import ExperimentConfig, check, load_config
-from sat_jax.dataclass_json import field_paths, from_dict
+from sat_jax.cli import overrides
+from sat_jax.cli.arguments import Parser, UsageError, argument_type
+from sat_jax.config import ExperimentConfig, config_functions, load_config
+from sat_jax.runs.folder import CONFIG_FILE
+from sat_jax.training.restore import stored_config
 
 _DEFAULT = "mix6"
 _DEFAULT_FOR_REAL_INPUT = "post_train"
-_BOOLEAN = {"--resume", "--no-resume", "--help", "-h"}  # every other flag is followed by its value
+_SWITCHES = ("--resume", "--help", "-h", "--help-all")  # every other flag is followed by its value
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of ``sat-jax train`` beside the configuration's own fields."""
+    """What ``sat-jax train`` was asked for."""
 
-    config: Annotated[ExperimentConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
+    config: ExperimentConfig
     out: Path | None = None
-    """Run folder; by default ``runs/NAME-TIME``. With --resume, the run to continue."""
     resume: bool = False
-    """Continue the run in --out from its newest checkpoint: model, optimizer, step, data cursor, queued rollouts."""
-    model: Path | None = None
-    """Hugging Face folder of the policy; short for --policy.path, without a warm start."""
-    prompts: str | None = None
-    """Prompts: JSONL, Parquet, tfds:NAME/SPLIT, ...; short for --data.source."""
 
 
 def main(args: Sequence[str], prog: str) -> int:
     """Parses ``args`` and runs the training; returns the exit status."""
     options = parse_options(args, prog)
-    # Imported here: --help and a mistake in the arguments should not wait for JAX.
+    # Imported here: --help and a mistake in the arguments should not wait for all of JAX.
     from sat_jax.training.trainer import Trainer
 
     return Trainer(options.config, _run_folder(options), resume=options.resume).run()
 
 
 def parse_options(args: Sequence[str], prog: str = "sat-jax train") -> TrainOptions:
-    """The options that ``args`` ask for: configuration looked up, overrides applied, checked.
+    """The options that ``args`` ask for: configuration looked up, overrides applied.
 
     Raises:
         UsageError, ValueError: an unknown configuration or field, a bad value, a contradiction.
     """
     name, flags = _split_config_name(list(args))
-    asks_for_help = any(flag in ("-h", "--help") for flag in flags)
-    if "--resume" in flags and not asks_for_help:
-        if name is not None:
-            raise UsageError(f"--resume continues the run's own configuration; leave out '{name}'")
-        base = _stored_config(_value_of(flags, "--out"))
-    elif name is not None:
-        base = load_config(name)
-    else:
-        real = _value_of(flags, "--model") is not None or _value_of(flags, "--prompts") is not None
-        base = load_config(_DEFAULT_FOR_REAL_INPUT if real else _DEFAULT)
-    _reject_unknown(flags, base)
-    options = parse(TrainOptions, flags, prog, default=TrainOptions(config=base))
-    config = options.config
-    if options.model is not None:
+    base = _base(name, flags)
+    parser = _parser(prog, base, everything="--help-all" in flags)
+    _reject_unknown(flags, base, parser)
+    given = parser.parse(flags)
+    out, model, prompts = given.pop("out"), given.pop("model"), given.pop("prompts")
+    resume = given.pop("resume")
+    if model is not None:
         # The folder is the policy: neither the configuration's random initialisation nor its warm start applies.
-        config = replace(config, policy=replace(config.policy, path=str(options.model), tokenizer=""), warm_start=None)
-    if options.prompts is not None:
-        config = replace(config, data=replace(config.data, source=options.prompts))
+        base = replace(base, policy=replace(base.policy, path=str(model), init=None, tokenizer=""), warm_start=None)
+    if prompts is not None:
+        base = replace(base, data=replace(base.data, source=prompts))
+    config = overrides.apply(base, given)
     if not config.policy.path and config.policy.init is None:
         raise UsageError("no policy: give --model HF_DIR")
     if not config.data.source:
         raise UsageError("no prompts: give --prompts FILE")
-    check(config)
-    policy = replace(config.policy, path=_absolute(config.policy.path), tokenizer=_absolute(config.policy.tokenizer))
-    data = replace(config.data, source=_absolute(config.data.source))
-    evaluation = replace(config.evaluation, source=_absolute(config.evaluation.source))
-    return replace(options, config=replace(config, policy=policy, data=data, evaluation=evaluation))
+    paths = {"policy": ("path", "tokenizer"), "data": ("source",), "evaluation": ("source",)}
+    whole = {f"{part}.{key}": _absolute(getattr(getattr(config, part), key)) for part in paths for key in paths[part]}
+    return TrainOptions(overrides.apply(config, whole), out, resume)
+
+
+def _base(name: str | None, flags: Sequence[str]) -> ExperimentConfig:
+    """The configuration that the overrides apply to."""
+    if "--resume" in flags:
+        if name is not None:
+            raise UsageError(f"--resume continues the run's own configuration; leave out '{name}'")
+        out = _value_of(flags, "--out")
+        if out is None:
+            raise UsageError("--resume needs --out RUN, the folder of the run to continue")
+        config = stored_config(Path(out)) if (Path(out) / CONFIG_FILE).is_file() else None
+        if config is None:
+            raise UsageError(f"{out} holds no run to resume: check --out, or start one without --resume")
+        return config
+    if name is not None:
+        return load_config(name)
+    real = _value_of(flags, "--model") is not None or _value_of(flags, "--prompts") is not None
+    return load_config(_DEFAULT_FOR_REAL_INPUT if real else _DEFAULT)
+
+
+def _parser(prog: str, base: ExperimentConfig, everything: bool) -> Parser:
+    """Options of the command, and of every field of ``base``; the fields are in the help where ``everything`` is."""
+    named = {name: (function.__doc__ or "").partition("\n")[0] for name, function in config_functions().items()}
+    parser = Parser(
+        prog,
+        "Asynchronous reinforcement learning of a policy. CONFIG is file.py:function, or one of the named\n"
+        "configurations below; without one, mix6, or post_train where --model or --prompts is given.",
+        usage=f"{prog} [CONFIG] [--out DIR] [--resume] [--model HF_DIR] [--prompts FILE] [--FIELD VALUE ...]",
+        epilog="configurations:\n"
+        + "\n".join(
+            textwrap.fill(doc, 100, initial_indent=f"  {name:20}", subsequent_indent=" " * 22)
+            for name, doc in named.items()
+        )
+        + "\n\nAny field of the configuration by its dotted path, --rollout.schedule.delay 1 --loss.sat.alpha 0.95;\n"
+        "--help-all lists them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--help-all", action="help", help="this page, and every field of the configuration")
+    parser.option("--out", Path, None, "run folder, by default runs/NAME-TIME; with --resume, the run to continue")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out from its newest checkpoint")
+    parser.option("--model", Path, None, "Hugging Face folder of the policy; short for --policy.path, no warm start")
+    parser.option("--prompts", str, None, "JSONL, Parquet, tfds:NAME/SPLIT, ...; short for --data.source")
+    group = parser.add_argument_group("fields of the configuration, with their values in it") if everything else None
+    for leaf in overrides.leaves(base):
+        flag = "--" + leaf.path.replace("_", "-")
+        told = argument_type(leaf.hint) | {"dest": leaf.path, "group": group}
+        doc = f"{leaf.doc} ({leaf.value})".strip() if everything else argparse.SUPPRESS
+        parser.option(flag, leaf.hint, argparse.SUPPRESS, doc, **told)
+    return parser
 
 
 def _split_config_name(args: list[str]) -> tuple[str | None, list[str]]:
-    """The positional CONFIG and the rest. Boolean flags take no value, lists all that follow, the others one."""
+    """The positional CONFIG and the rest. Switches take no value, lists all that follow, the others one."""
     rest: list[str] = []
     loose: list[str] = []
     while args:
@@ -93,9 +128,9 @@ def _split_config_name(args: list[str]) -> tuple[str | None, list[str]]:
             loose.append(token)
             continue
         rest.append(token)
-        if token in _BOOLEAN or "=" in token:
+        if token in _SWITCHES or "=" in token:
             continue
-        is_list = token.rpartition(".")[2].lstrip("-").replace("-", "_") in _list_fields(ExperimentConfig)
+        is_list = token.rpartition(".")[2].lstrip("-").replace("-", "_") in _list_fields()
         while args and not args[0].startswith("--"):
             rest.append(args.pop(0))
             if not is_list:
@@ -106,16 +141,13 @@ def _split_config_name(args: list[str]) -> tuple[str | None, list[str]]:
 
 
 @functools.cache
-def _list_fields(record: type) -> frozenset[str]:
-    """Names of the fields of a configuration, at any depth, that hold lists."""
-    found: set[str] = set()
-    for name, hint in typing.get_type_hints(record).items():
-        for option in (hint, *typing.get_args(hint)):
-            if typing.get_origin(option) is tuple:
-                found.add(name)
-            elif isinstance(option, type) and is_dataclass(option):
-                found |= _list_fields(option)
-    return frozenset(found)
+def _list_fields() -> frozenset[str]:
+    """Last names of the fields that hold lists."""
+    return frozenset(
+        leaf.path.rpartition(".")[2]
+        for leaf in overrides.leaves(load_config(_DEFAULT))
+        if typing.get_origin(leaf.hint) is tuple
+    )
 
 
 def _absolute(source: str) -> str:
@@ -132,52 +164,35 @@ def _value_of(flags: Sequence[str], name: str) -> str | None:
     return None
 
 
-def _reject_unknown(flags: Sequence[str], base: ExperimentConfig) -> None:
-    """Names a misspelt override and the nearest real one, or says which part of the configuration is switched off."""
-    known = {*field_paths(base), *(f.name for f in fields(TrainOptions) if f.name != "config")}
-    spelled = {path.replace("_", "-"): path for path in known}
+def _reject_unknown(flags: Sequence[str], base: ExperimentConfig, parser: Parser) -> None:
+    """Names a misspelt override and the nearest real one, or says which part of the configuration is not in it."""
     for token in flags:
-        if not token.startswith("--") or token in _BOOLEAN:
+        flag = token.partition("=")[0].replace("_", "-")
+        if not flag.startswith("--") or flag in _SWITCHES or flag in parser.flags:
             continue
-        path = token[2:].partition("=")[0].replace("_", "-")
-        if path in spelled:
-            continue
-        for off in _switched_off(base):
+        path = flag[2:]
+        for off in overrides.switched_off(base):
             if path.startswith(off.replace("_", "-") + "."):
-                raise UsageError(f"--{path}: '{off}' is off in configuration '{base.name}'; choose one that has it")
-        raise UsageError(f"no field '{token.partition('=')[0]}'{_nearest_flag(path, known)}")
+                raise UsageError(f"{flag}: '{off}' is off in configuration '{base.name}'; choose one that has it")
+        if flag == "--loss.rules" or (
+            path.startswith("loss.") and path.count(".") > 1 and not _names_a_rule(path, base)
+        ):
+            rules = ", ".join(rule.name for rule in base.loss.rules)
+            raise UsageError(
+                f"{flag}: the loss of '{base.name}' is made of the rules {rules}, whose settings may be overridden; "
+                "other rules are composed in a configuration function"
+            )
+        by_last = sorted(f for f in parser.flags if f.rpartition(".")[2].lstrip("-") == path)
+        close = by_last[:3] or difflib.get_close_matches(flag, parser.flags, n=1, cutoff=0.6)
+        if close:
+            raise UsageError(f"no field '{flag}'; did you mean {' or '.join(repr(f) for f in close)}?")
+        raise UsageError(f"no field '{flag}'; --help-all lists all of them")
 
 
-def _nearest_flag(path: str, known: Collection[str]) -> str:
-    """The nearest real flag, also where only the last word of its path was typed; else where to look."""
-    by_last = sorted(k for k in known if k.rpartition(".")[2].replace("_", "-") == path)
-    close = by_last or difflib.get_close_matches(path.replace("-", "_"), known, n=1, cutoff=0.6)
-    named = " or ".join(f"'--{flag}'" for flag in close[:3])
-    return f"; did you mean {named}?" if close else "; see --help for all of them"
-
-
-def _switched_off(record: Any, prefix: str = "") -> list[str]:
-    """Paths whose value is None."""
-    found: list[str] = []
-    for f in fields(record):
-        value = getattr(record, f.name)
-        if value is None:
-            found.append(prefix + f.name)
-        elif is_dataclass(value):
-            found += _switched_off(value, f"{prefix}{f.name}.")
-    return found
-
-
-def _stored_config(out: str | None) -> ExperimentConfig:
-    if out is None:
-        raise UsageError("--resume needs --out RUN, the folder of the run to continue")
-    path = Path(out) / "config.json"
-    if not path.is_file():
-        raise UsageError(f"{out} holds no run to resume (no config.json): check --out, or start one without --resume")
-    try:
-        return from_dict(ExperimentConfig, json.loads(path.read_text(encoding="utf-8"))["config"])
-    except (json.JSONDecodeError, KeyError) as error:
-        raise UsageError(f"{path} is damaged ({error}): restore it, or start a new run in another --out") from error
+def _names_a_rule(path: str, base: ExperimentConfig) -> bool:
+    """Whether ``loss.NAME.field`` means a rule of the loss, misspelt perhaps."""
+    names = [rule.name for rule in base.loss.rules]
+    return bool(difflib.get_close_matches(path.split(".")[1].replace("-", "_"), names, n=1, cutoff=0.6))
 
 
 def _run_folder(options: TrainOptions) -> Path:
@@ -193,7 +208,7 @@ def _run_folder(options: TrainOptions) -> Path:
         return out
     if not out.is_dir():
         raise UsageError(f"--out {out} is a file: name a folder")
-    if (out / "config.json").exists():
+    if (out / CONFIG_FILE).exists():
         raise UsageError(f"--out {out} holds another run: continue it with --resume, or choose another folder")
     if any(out.iterdir()):
         raise UsageError(f"--out {out} is not empty: choose another folder")

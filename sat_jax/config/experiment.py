@@ -1,45 +1,48 @@
 """What a run is: one frozen record, made by a pure function in ``configs/``, overridden by dotted paths.
 
-The record is plain data. It knows how to be checked (``check``) and loaded (``load_config``); building things from it
-is the trainer's business.
+Plain data that cannot contradict itself: every number declares its range, and what relates several fields is checked on
+construction, whoever constructs. Building things from it is the trainer's business.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from sat_jax import losses
+from sat_jax.checked import Checked, Count, Natural, NonNegative, Positive, Range
 from sat_jax.data.prompts import PromptOptions
 from sat_jax.losses import LossConfig
 from sat_jax.losses.advantages import AdvantageKind
+from sat_jax.losses.methods import REPLAY_SUFFIX
 from sat_jax.model import ModelConfig
 from sat_jax.rollout.engine import MAX_SUPPORT, SamplingParams
-from sat_jax.rollout.schedule import Schedule, batchwise, fixed_delay, free_running, synchronous
+from sat_jax.rollout.schedule import Schedule, fixed_delay
+
+Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class PolicyConfig:
+class PolicyConfig(Checked, section="policy"):
     """Where the policy comes from: a Hugging Face folder, or a fresh initialisation of ``init``."""
 
     path: str = ""
     """Hugging Face folder (config.json, safetensors, tokenizer.json). Empty: initialise ``init`` from the run's
     seed."""
     init: ModelConfig | None = None
-    """Shape of a policy that starts from random weights; ignored when ``path`` is given."""
+    """Shape of a policy that starts from random weights."""
     tokenizer: str = ""
     """Tokenizer folder, or ``toy`` for that of the sorting task. Empty: the policy's own folder."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Matmul type of the learner. Master weights, logits and everything after them are float32."""
-    remat: Literal["none", "dots", "full"] = "none"
-    """What a layer keeps for the backward pass: everything, matmul outputs, or only its input (least memory)."""
-    scan_layers: bool = True
-    """Compile one layer and loop over it; False unrolls the learner's layers, which compiles longer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path and self.init is not None:
+            raise ValueError(f"policy.path = {self.path!r} and policy.init are both given: keep one of them")
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked, section="data"):
     """Where prompts come from."""
 
     source: str = ""
@@ -51,106 +54,118 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Checked, section="rollout"):
     """How generation and optimisation interleave (paper, Sec. 2.1 and App. B)."""
 
-    prompts_per_step: int = 32
-    """Prompt groups in one learner step."""
-    n_samples_per_prompt: int = 8
+    prompts_per_step: Count = 32
+    """Prompt groups of one batch: what is sampled together, and trained on in ``learner.updates_per_batch`` updates."""
+    n_samples_per_prompt: Annotated[int, Range(2, 2**20, why="a group of one has no baseline of its own")] = 8
     """Responses per group (G)."""
-    regime: Literal["sync", "fixed_delay", "interval", "async"] = "fixed_delay"
-    """``sync``: lag 0. ``fixed_delay``: every batch exactly ``fixed_delay`` versions old. ``interval``: weights are
-    broadcast every ``update_weights_interval`` steps while the next batches are generated, so the lag cycles.
-    ``async``: threads run freely and a response may span versions. All but ``async`` follow a fixed order and repeat
-    by seed."""
-    fixed_delay: int = 8
-    """Policy versions between sampling and training in regime ``fixed_delay``; the first steps have less."""
-    update_weights_interval: int = 8
-    """Learner steps between two broadcasts in regime ``interval`` (in ``async``: 1 swaps as soon as possible)."""
-    max_staleness: int = 16
-    """Bound on a group's oldest token, in versions. Older groups are handled by ``stale_policy``, and counted."""
+    schedule: Schedule = field(default_factory=lambda: fixed_delay(8))
+    """Which policy version samples which batch: ``synchronous()``, ``fixed_delay(n)``, ``batchwise(n)`` or
+    ``free_running()``. All but the last follow a fixed order and repeat by seed."""
+    max_staleness: Natural = 16
+    """Bound on a group's oldest token at its own update, in versions. Older groups are handled by ``stale_policy``, and
+    counted."""
     stale_policy: Literal["drop", "requeue"] = "drop"
     """A group beyond the bound is dropped, or its prompt is issued again."""
     overlap: bool = False
     """Engine and learner compute at the same time. Right where they have devices of their own; on shared cores they
     only slow each other down. In scheduled regimes it changes no result."""
-    queue_groups: int = 0
-    """Capacity of the rollout queue in groups; 0: what the regime needs."""
-    engine_slots: int = 256
-    """Responses decoded side by side; with the context length it fixes the memory of the KV cache."""
-    engine_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the engine's weights and cache; ``bfloat16`` is a real source of mismatch."""
-    selection_noise: float = 0.0
-    """Standard deviation of noise on the engine's router logits when it *selects* experts: a laboratory stand-in for an
-    engine whose kernels route differently. 0 in every honest run."""
-    group_timeout_s: float = 600.0
+    queue_groups: Natural = 0
+    """Capacity of the rollout queue in groups; 0: what the schedule needs."""
+    group_timeout_s: Positive = 600.0
     """A group that takes longer fails the run, by name."""
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class EngineConfig(Checked, section="engine"):
+    """The in-process engine that samples."""
+
+    slots: Count = 256
+    """Responses decoded side by side; with the context length it fixes the memory of the KV cache."""
+    dtype: Dtype = "float32"
+    """Type of the engine's weights and cache; ``bfloat16`` is a real source of mismatch."""
+    selection_noise: NonNegative = 0.0
+    """Standard deviation of noise on the engine's router logits when it *selects* experts: a laboratory stand-in for an
+    engine whose kernels route differently. 0 in every honest run."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Checked, section="optimizer"):
     """Adam with the paper's betas."""
 
-    lr: float = 1e-6
-    warmup_steps: int = 0
+    lr: NonNegative = 1e-6
+    warmup_steps: Natural = 0
     """Linear warm-up from 0."""
-    decay_steps: int = 0
+    decay_steps: Natural = 0
     """Linear decay to 0 over this many steps after the warm-up; 0: constant."""
-    b1: float = 0.9
-    b2: float = 0.98
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    b1: Annotated[float, Range(0, 1, below=True)] = 0.9
+    b2: Annotated[float, Range(0, 1, below=True)] = 0.98
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
     """Decoupled, on every parameter."""
-    max_grad_norm: float = 0.0
+    max_grad_norm: NonNegative = 0.0
     """Clip the global gradient norm to this; 0: off."""
 
 
 @dataclass(frozen=True)
-class LearnerConfig:
-    """How a learner step is computed; changes cost, not results."""
+class LearnerConfig(Checked, section="learner"):
+    """What a learner step computes, and how.
 
-    micro_batches: int = 1
-    """Slices a batch is processed in. With more than one, a scoring pass without gradient comes first, so that the
-    quantile and every gate are those of the whole batch."""
+    The first four change results; the rest changes cost, and results by rounding only.
+    """
+
+    updates_per_batch: Count = 1
+    """Optimizer updates that one batch is split into (verl's mini-batches): whole groups go to one update, quantile and
+    denominators are per update. Weights are published, checkpoints written and evaluations made at batch ends."""
     routing_replay: bool = True
-    """R3 (40): the learner's mixture of experts uses the expert sets recorded at rollout. Ignored for dense
-    policies."""
+    """R3 (40): the learner's mixture of experts uses the expert sets recorded at rollout; ``-r3`` in the method's
+    label. A dense policy has none to replay."""
     support_replay: bool = True
     """Top-p replay (50): the learner's log-probs are over the tokens that each one was drawn from, as the engine
     recorded them. Where sampling truncates it needs a ``sampling.top_k`` of at most 1024, which ``top_p`` and ``min_p``
     narrow further; elsewhere there is nothing to replay. False is for comparison: ratios are then off by the mass
     outside."""
+    router_aux_loss_coef: NonNegative = 0.0
+    """Weight of the load-balancing loss; the paper uses none."""
+    router_z_loss_coef: NonNegative = 0.0
+    """Weight of the router z-loss."""
+    compute_dtype: Dtype = "float32"
+    """Matmul type. Master weights, logits and everything after them are float32."""
     log_delta: bool = False
     """Also recompute each batch under the weights that sampled it, and report ``async/delta_pi`` and
-    ``async/delta_impl``, the two halves of d (2). Keeps up to ``max_staleness + 1`` versions of the weights."""
-    router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss; the paper uses none."""
-    router_z_loss_coef: float = 0.0
-    """Weight of the router z-loss."""
+    ``async/delta_impl``, the two halves of d (2). Keeps the versions that waiting groups were sampled with."""
+    micro_batches: Count = 1
+    """Slices an update's rows are processed in. With more than one, a scoring pass without gradient comes first, so
+    that the quantile and every gate are those of the whole update."""
     packing: bool = False
-    """Put several sequences into a row. Saves the work on padding where lengths differ; results are those of one
-    sequence a row, up to rounding."""
-    head_chunk: int = 1024
+    """Put several sequences into a row. Saves the work on padding where lengths differ."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """What a layer keeps for the backward pass: everything, matmul outputs, or only its input (least memory)."""
+    scan_layers: bool = True
+    """Compile one layer and loop over it; False unrolls the layers, which compiles longer."""
+    head_chunk: Count = 1024
     """Tokens per chunk of the vocabulary head: ``head_chunk`` times the vocabulary, in float32, are in memory."""
-    attention_block: int = 1024
+    attention_block: Count = 1024
     """Queries whose attention scores are in memory at once."""
 
 
 @dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Checked, section="mesh"):
     """How learner and engine are spread over the devices of this process; all 1: on the first device alone.
 
     The product must be the number of devices.
     """
 
-    data: int = 1
+    data: Count = 1
     """Rows are dealt out; every device holds the whole policy."""
-    fsdp: int = 1
+    fsdp: Count = 1
     """Rows are dealt out, and parameters and optimizer state too: gathered layer by layer in the learner, once a
     version in the engine."""
-    tensor: int = 1
+    tensor: Count = 1
     """Attention heads, MLP columns and the vocabulary are split: for layers that are too large for one device."""
-    expert: int = 1
+    expert: Count = 1
     """Experts are split; outside of the mixture layers the axis deals out rows."""
 
     @property
@@ -165,58 +180,60 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
-class WarmStartConfig:
+class WarmStartConfig(Checked, section="warm_start"):
     """Supervised learning before RL, on demonstrations that the data source makes."""
 
-    steps: int = 500
-    batch_size: int = 128
-    lr: float = 2e-3
-    warmup_steps: int = 20
+    steps: Count = 500
+    batch_size: Count = 128
+    lr: NonNegative = 2e-3
+    warmup_steps: Natural = 20
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Checked, section="evaluation"):
     """avg@k and pass@k on held-out problems."""
 
     source: str = ""
     """Like ``data.source``. Empty: ``problems`` of the training source are set apart, by problem, never by sample."""
-    problems: int = 64
+    problems: Count = 64
     """Held-out problems."""
-    k: int = 8
+    k: Count = 8
     """Samples per problem."""
-    interval: int = 25
+    interval: Natural = 25
     """Learner steps between evaluations; 0: only before and after."""
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: NonNegative = 1.0
+    """0 is greedy decoding."""
+    top_p: Annotated[float, Range(0, 1, above=True)] = 1.0
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(Checked, section="reward"):
     """Who grades."""
 
     function: str = "sat_jax.rewards.toy:exact_match"
-    """``module:function``; sat_jax's signature or verl's ``compute_score``."""
-    workers: int = 0
+    """``module:function`` or ``file.py:function``; sat_jax's signature or verl's ``compute_score``."""
+    workers: Annotated[int, Range(0, 4096)] = 0
     """Worker processes that can be killed; 0: in the rollout thread, for trusted and cheap functions."""
-    timeout_s: float = 10.0
+    timeout_s: Positive = 10.0
     """Limit for one grading, counted from when it starts; beyond it the reward is 0 and the verdict ``timeout``."""
-    memory_mb: int = 4096
+    memory_mb: Annotated[int, Range(256, 2**31 - 1, why="an interpreter needs that much")] = 4096
     """Address space of one worker."""
 
 
 @dataclass(frozen=True)
-class ExperimentConfig:
+class ExperimentConfig(Checked, section=""):
     """One run. A function in ``configs/`` returns it; ``config.json`` in the run folder holds it."""
 
     name: str = "unnamed"
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Drives initialisation, data order, sampling and demonstrations."""
-    steps: int = 200
-    """Learner steps."""
+    steps: Count = 200
+    """Learner updates."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     advantage: AdvantageKind = "group_std_unbiased"
     """Baseline and scale of a group; see ``losses.group_advantages``."""
@@ -227,101 +244,114 @@ class ExperimentConfig:
     warm_start: WarmStartConfig | None = None
     """None: RL starts from the policy as it is."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    checkpoint_interval: int = 50
+    checkpoint_interval: Natural = 50
     """Learner steps between checkpoints; one is also written at the end and on Ctrl-C. 0: only then."""
-    samples_per_step: int = 2
+    samples_per_step: Natural = 2
     """Rollouts written to samples.jsonl at every step."""
+    report: bool = True
+    """Draw report.html when the run ends; ``sat-jax report`` does so at any time."""
 
-
-def check(config: ExperimentConfig) -> None:
-    """Reject a configuration that cannot work, before anything is built or written.
-
-    Raises:
-        ValueError: the first contradiction found: its value, the rule and the remedy.
-    """
-    rollout, learner = config.rollout, config.learner
-    for name, value in (
-        ("steps", config.steps),
-        ("rollout.prompts_per_step", rollout.prompts_per_step),
-        ("rollout.n_samples_per_prompt", rollout.n_samples_per_prompt),
-        ("rollout.engine_slots", rollout.engine_slots),
-        ("rollout.update_weights_interval", rollout.update_weights_interval),
-        ("learner.micro_batches", learner.micro_batches),
-        ("learner.head_chunk", learner.head_chunk),
-        ("learner.attention_block", learner.attention_block),
-        ("mesh.data", config.mesh.data),
-        ("mesh.fsdp", config.mesh.fsdp),
-        ("mesh.tensor", config.mesh.tensor),
-        ("mesh.expert", config.mesh.expert),
-        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
-        ("evaluation.k", config.evaluation.k),
-        ("evaluation.problems", config.evaluation.problems),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} = {value}: must be at least 1")
-    for name, value in (
-        ("seed", config.seed),
-        ("rollout.fixed_delay", rollout.fixed_delay),
-        ("rollout.max_staleness", rollout.max_staleness),
-        ("rollout.queue_groups", rollout.queue_groups),
-        ("checkpoint_interval", config.checkpoint_interval),
-        ("samples_per_step", config.samples_per_step),
-        ("evaluation.interval", config.evaluation.interval),
-    ):
-        if value < 0:
-            raise ValueError(f"{name} = {value}: must not be negative")
-    if rollout.n_samples_per_prompt == 1:
-        raise ValueError(
-            f"rollout.n_samples_per_prompt = 1 with advantage = '{config.advantage}': a group of one has no baseline "
-            "of its own, every advantage would be 0; use at least 2 samples per prompt"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_updates(self)
+        self.rollout.schedule.check(
+            self.rollout.max_staleness,
+            self.rollout.prompts_per_step,
+            self.rollout.queue_groups or None,
+            self.learner.updates_per_batch,
         )
-    schedule(rollout).check(rollout.max_staleness, rollout.prompts_per_step, rollout.queue_groups or None)
-    rows = rollout.prompts_per_step * rollout.n_samples_per_prompt
+        _check_rows(self)
+        _check_sampling(self)
+
+    @property
+    def method(self) -> str:
+        """The method's label: that of the loss, and ``-r3`` where routes are replayed."""
+        return self.loss.label + REPLAY_SUFFIX * self.learner.routing_replay
+
+    @property
+    def groups_per_update(self) -> int:
+        """Prompt groups of one optimizer update."""
+        return self.rollout.prompts_per_step // self.learner.updates_per_batch
+
+    @property
+    def rows_per_update(self) -> int:
+        """Responses of one optimizer update."""
+        return self.groups_per_update * self.rollout.n_samples_per_prompt
+
+    @property
+    def replays_support(self) -> bool:
+        """Whether the engine records what every token was drawn from, and the learner renormalises over it (50)."""
+        return self.sampling.truncates and self.learner.support_replay
+
+
+def with_method(config: ExperimentConfig, name: str, **settings: Any) -> ExperimentConfig:
+    """``config`` under another method: one of Table 1 (``sat-gspo-r3``) or any named loss.
+
+    Args:
+        config: the run; its KL, entropy, radii and aggregation settings stay.
+        name: a named method; ``-r3`` replays the rollout's experts.
+        settings: fields of the loss to change, such as ``kl_loss_coef``.
+    """
+    loss, replay = losses.split_method(name)
+    kept = {key: getattr(config.loss, key) for key in _KEPT}
+    return dataclasses.replace(
+        config,
+        loss=dataclasses.replace(loss, **(kept | settings)),
+        learner=dataclasses.replace(config.learner, routing_replay=replay),
+    )
+
+
+_KEPT = (
+    *("eps_low", "eps_high", "loss_agg_mode", "loss_scale_factor", "count_empty_rows", "kernel"),
+    *("kl_loss_coef", "kl_loss_type", "kl_unit", "kl_unbiased", "entropy_coef"),
+)
+"""What of a loss is no matter of the method."""
+
+
+def _check_updates(config: ExperimentConfig) -> None:
+    updates, prompts = config.learner.updates_per_batch, config.rollout.prompts_per_step
+    if prompts % updates:
+        raise ValueError(
+            f"learner.updates_per_batch = {updates} does not divide rollout.prompts_per_step = {prompts}: whole groups "
+            "go to one update; choose a divisor"
+        )
+    if config.steps % updates:
+        raise ValueError(
+            f"steps = {config.steps} is not a multiple of learner.updates_per_batch = {updates}: a run ends with a "
+            f"batch; use {config.steps // updates * updates or updates}"
+        )
+    if updates == 1 and "proximal_log_probs" in config.loss.needs():
+        raise ValueError(
+            f"loss {config.loss.label} takes its ratio to the proximal policy, the learner at the start of a batch, "
+            "and with learner.updates_per_batch = 1 that is the current one: the ratio is 1 and cannot clip; use at "
+            "least 2 updates per batch, or another loss"
+        )
+
+
+def _check_rows(config: ExperimentConfig) -> None:
+    learner, mesh, rows = config.learner, config.mesh, config.rows_per_update
     if rows % learner.micro_batches:
         raise ValueError(
-            f"learner.micro_batches = {learner.micro_batches} does not divide the {rows} rows of a batch "
-            f"({rollout.prompts_per_step} prompts x {rollout.n_samples_per_prompt} samples): choose a divisor"
+            f"learner.micro_batches = {learner.micro_batches} does not divide the {rows} rows of an update "
+            f"({config.groups_per_update} prompts x {config.rollout.n_samples_per_prompt} samples): choose a divisor"
         )
     # Packing makes its own number of rows, padded to what the mesh needs.
-    if rows // learner.micro_batches % config.mesh.row_ways and not learner.packing:
+    if rows // learner.micro_batches % mesh.row_ways and not learner.packing:
         raise ValueError(
-            f"the mesh deals rows {config.mesh.row_ways} ways (data {config.mesh.data} x fsdp {config.mesh.fsdp} x "
-            f"expert {config.mesh.expert}), which does not divide the {rows // learner.micro_batches} rows of a "
-            "micro-batch: choose other rollout.prompts_per_step or learner.micro_batches, or a smaller mesh"
+            f"the mesh deals rows {mesh.row_ways} ways (data {mesh.data} x fsdp {mesh.fsdp} x expert {mesh.expert}), "
+            f"which does not divide the {rows // learner.micro_batches} rows of a micro-batch: choose other "
+            "rollout.prompts_per_step or learner.micro_batches, or a smaller mesh"
         )
-    if replays_support(config) and not 1 <= config.sampling.top_k <= MAX_SUPPORT:
+
+
+def _check_sampling(config: ExperimentConfig) -> None:
+    sampling = config.sampling
+    if sampling.temperature == 0:
+        raise ValueError("sampling.temperature = 0: greedy decoding explores nothing; use a value above 0")
+    if config.replays_support and not 1 <= sampling.top_k <= MAX_SUPPORT:
         raise ValueError(
-            f"sampling: top_p = {config.sampling.top_p}, top_k = {config.sampling.top_k}, min_p = "
-            f"{config.sampling.min_p}: the learner replays the tokens that each one was drawn from, and their number "
-            f"needs a bound: set sampling.top_k to 1 .. {MAX_SUPPORT} (top_p and min_p narrow it further), or train "
-            "with top_p 1, top_k 0, min_p 0 (evaluation may truncate as it likes)"
+            f"sampling: top_p = {sampling.top_p}, top_k = {sampling.top_k}, min_p = {sampling.min_p}: the learner "
+            "replays the tokens that each one was drawn from, and their number needs a bound: set sampling.top_k to "
+            f"1 .. {MAX_SUPPORT} (top_p and min_p narrow it further), or train with top_p 1, top_k 0, min_p 0 "
+            "(evaluation may truncate as it likes)"
         )
-    if config.sampling.temperature <= 0:
-        raise ValueError(
-            f"sampling.temperature = {config.sampling.temperature}: greedy decoding explores nothing; use a "
-            "value above 0"
-        )
-    rates = {"optimizer.lr": config.optimizer.lr, "evaluation.temperature": config.evaluation.temperature}
-    if config.warm_start is not None:
-        rates["warm_start.lr"] = config.warm_start.lr
-    for name, rate in rates.items():
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"{name} = {rate}: must be finite and not negative")
-    if not 0 < config.evaluation.top_p <= 1:
-        raise ValueError(f"evaluation.top_p = {config.evaluation.top_p}: must lie in (0, 1]; 1 turns it off")
-
-
-def replays_support(config: ExperimentConfig) -> bool:
-    """Whether the engine records what every token was drawn from, and the learner's log-probs are over that (50)."""
-    return config.sampling.truncates and config.learner.support_replay
-
-
-def schedule(rollout: RolloutConfig) -> Schedule:
-    """The regime as arithmetic: which policy version samples the batch of which learner step."""
-    if rollout.regime == "sync":
-        return synchronous()
-    if rollout.regime == "fixed_delay":
-        return fixed_delay(rollout.fixed_delay)
-    if rollout.regime == "interval":
-        return batchwise(rollout.update_weights_interval)
-    return free_running(rollout.update_weights_interval)

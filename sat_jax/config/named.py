@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from sat_jax.config.experiment import ExperimentConfig
-from sat_jax.dataclass_json import nearest
+from sat_jax.names import import_file, nearest
 
 
 def configs_folder() -> Path:
@@ -29,7 +28,7 @@ def config_functions() -> dict[str, Callable[[], ExperimentConfig]]:
     """
     found: dict[str, Callable[[], ExperimentConfig]] = {}
     for path in sorted(configs_folder().glob("[!_]*.py")):
-        module = _import_file(path)
+        module = import_file(path, "configuration")
         for name, function in _functions_of(module).items():
             if name in found:
                 raise ValueError(f"two configurations are called '{name}' (the second in {path.name}): rename one")
@@ -48,9 +47,7 @@ def load_config(spec: str) -> ExperimentConfig:
     if ":" in spec:
         file, _, name = spec.rpartition(":")
         path = Path(file)
-        if not path.is_file():
-            raise ValueError(f"no configuration file '{file}': expected file.py:function")
-        module = _import_file(path)
+        module = import_file(path, "configuration")
         functions = _functions_of(module)
         if name not in functions and callable(getattr(module, name, None)):
             raise ValueError(
@@ -62,15 +59,6 @@ def load_config(spec: str) -> ExperimentConfig:
         raise ValueError(f"no configuration '{name}'{nearest(name, functions)}")
     config = functions[name]()
     return config if config.name != "unnamed" else replace(config, name=name)
-
-
-def _import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"sat_jax_configs.{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"cannot import {path}: expected a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _functions_of(module: ModuleType) -> dict[str, Callable[[], ExperimentConfig]]:

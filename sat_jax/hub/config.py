@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from sat_jax.dataclass_json import nearest
 from sat_jax.model.config import MOE_TYPES, ModelConfig, ModelType
+from sat_jax.names import nearest
 
 ARCHITECTURES: Mapping[str, ModelType] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",

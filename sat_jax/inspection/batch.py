@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from sat_jax import losses
-from sat_jax.dataclass_json import nearest
-from sat_jax.losses import LossConfig, LossInputs
+from sat_jax.losses import Aggregation, LossConfig, LossInputs, Ppo, Rule, Sat, Spo, Tis, TisReinforce, Unclipped
 from sat_jax.losses.tokens import prepare, rule_summaries, token_terms
+from sat_jax.losses.window import window
+from sat_jax.names import load_object, nearest
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "log_probs": ("log_prob", "per_token_logps", "logps", "new_log_probs", "current_log_probs"),
@@ -30,8 +31,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
 """Our names, and what verl, slime and TRL call the same arrays. ``tool_mask`` (TRL) multiplies the mask."""
 
 REQUIRED = ("log_probs", "behavior_log_probs", "advantages", "loss_mask")
-NOISE = 1e-5
-"""A quantile of |log ratio| below this is float32 rounding, not staleness."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,45 +102,75 @@ def load_batch(path: Path) -> tuple[LossInputs, list[str]]:
 def configure(
     method: str,
     *,
-    loss_agg_mode: str | None = None,
-    eps_low: float | None = None,
-    eps_high: float | None = None,
-    alpha: float | None = None,
-    exponent: float | None = None,
-    tis_cap: float | None = None,
+    rules: Sequence[str] = (),
+    loss_agg_mode: Aggregation | None = None,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    alpha: float = 0.9,
+    exponent: float = 2.0,
+    tis_cap: float = 2.0,
     kl_loss_coef: float = 0.0,
     count_empty_rows: bool = False,
 ) -> LossConfig:
-    """A named method with the settings that ``inspect`` and ``geometry`` offer."""
-    config = losses.method(method)
-    given = {"loss_agg_mode": loss_agg_mode, "eps_low": eps_low, "eps_high": eps_high}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    sat: dict[str, Any] = {
-        name: value for name, value in (("alpha", alpha), ("exponent", exponent)) if value is not None
-    }
-    if sat:
-        changes["sat"] = dataclasses.replace(config.sat, **sat)
-    if tis_cap is not None:
-        changes["tis"] = dataclasses.replace(config.tis, cap=tis_cap)
-        changes["tis_reinforce"] = dataclasses.replace(config.tis_reinforce, cap=tis_cap)
-    return dataclasses.replace(config, kl_loss_coef=kl_loss_coef, count_empty_rows=count_empty_rows, **changes)
+    """The loss that ``inspect`` and ``geometry`` look at.
+
+    Args:
+        method: a named method, or ``file.py:name`` of a ``LossConfig`` or of a function that returns one.
+        rules: import paths of more rules, each of which joins the loss or takes the place of the one of its name.
+        loss_agg_mode, eps_low, eps_high, kl_loss_coef, count_empty_rows: fields of a named method's loss.
+        alpha, exponent, tis_cap: settings of the rules that have them, where they are in it.
+
+    Raises:
+        ValueError: no such method, file or rule.
+    """
+    if ":" in method:
+        found = load_object(method, "method")
+        config = found() if inspect.isfunction(found) else found
+        if not isinstance(config, LossConfig):
+            raise ValueError(f"method {method} is {config!r}: it must be a LossConfig, or a function that returns one")
+    else:
+        config = losses.method(method)
+        if Sat in map(type, config.rules):
+            config = config.with_rules(Sat(alpha=alpha, exponent=exponent))
+        capped: list[Rule] = [dataclasses.replace(rule, cap=tis_cap) for rule in config.active(Tis)]
+        capped += [dataclasses.replace(rule, cap=tis_cap) for rule in config.active(TisReinforce)]
+        config = config.with_rules(*capped)
+        config = dataclasses.replace(
+            config,
+            eps_low=eps_low,
+            eps_high=eps_high,
+            loss_agg_mode=loss_agg_mode or config.loss_agg_mode,
+            kl_loss_coef=kl_loss_coef,
+            count_empty_rows=count_empty_rows,
+        )
+    return config.with_rules(*(_load_rule(path) for path in rules))
 
 
-def inspect_batch(config: LossConfig, inputs: LossInputs) -> Inspection:
-    """Loss, gradient, Table 10's diagnostics and where the batch stands in SAT's window."""
+def _load_rule(path: str) -> Rule:
+    found = load_object(path, "rule")
+    rule = found() if isinstance(found, type) else found
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule {path} is {found!r}: name a class of rules, or an object of one")
+    return rule
+
+
+def inspect_batch(config: LossConfig, inputs: LossInputs, sat: Sat | None = None) -> Inspection:
+    """Loss, gradient, Table 10's diagnostics and where the batch stands in SAT's window; ``sat`` is what a loss without
+    it is compared to."""
     loss_fn = losses.make_loss(config)
     value, metrics, gradient, tokens = _evaluate(loss_fn, inputs)
-    twin = _sat_twin(config)
+    sat = config.get(Sat) or sat or Sat()
+    twin = _sat_twin(config, sat)
     summary = {
-        "method": config.name,
-        "rules": list(config.rules),
+        "method": config.label,
+        "rules": [rule.name for rule in config.rules],
         "unit": config.unit,
         "denominator": config.denominator,
         "tokens": int(metrics["train/tokens"]),
         "sequences": int(loss_fn.summarize(inputs).sequences),
         "loss": value,
         "d_bar": metrics["train/d_bar"],
-        "q": _quantile(config, inputs),
+        "q": _quantile(config, inputs, sat),
         "gate_rate": metrics.get("sat/gate_rate", 0.0),
         "eps_low_mean": metrics.get("sat/eps_low_mean", config.eps_low),
         "eps_high_mean": metrics.get("sat/eps_high_mean", config.eps_high),
@@ -159,57 +188,19 @@ def inspect_batch(config: LossConfig, inputs: LossInputs) -> Inspection:
         "grad_l1": float(np.abs(gradient).sum()),
     }
     if twin is not None:
-        without, with_sat = (config, twin) if "sat" not in config.rules else (twin, config)
+        without, with_sat = (config, twin) if config.get(Sat) is None else (twin, config)
         _, _, base_gradient, _ = _evaluate(losses.make_loss(without), inputs)
         _, sat_metrics, sat_gradient, sat_tokens = _evaluate(losses.make_loss(with_sat), inputs)
         mass = float(np.abs(base_gradient).sum())
         lost = float(np.maximum(np.abs(base_gradient) - np.abs(sat_gradient), 0).sum())
+        q = sat_metrics["sat/q"]
+        stands = window(q, config.eps_low, config.eps_high, sat.exponent, sat.q_floor, sat.q_cap)
         summary["sat"] = {
             "newly_intercepted_tokens": int(sat_tokens["intercepted"].sum()),
             "newly_intercepted_gradient_share": lost / mass if mass > 0 else 0.0,
-            "window": window(sat_metrics["sat/q"], config),
+            "window": stands.text,
         }
     return Inspection(summary, gradient, tokens)
-
-
-def window(q: float, config: LossConfig) -> str:
-    """Where a batch stands in the range of q in which SAT can change a gradient (one line).
-
-    A gated token at distance u > q is newly intercepted iff its ratio lies between the contracted and the nominal
-    boundary, ``1 + eps psi(u; q) < exp(u) < 1 + eps`` (and the mirror image below 1).
-    """
-    high = math.log1p(config.eps_high)
-    low = -math.log1p(-config.eps_low) if config.eps_low < 1 else math.inf
-    if q <= 0:
-        return "off: q = 0, so no token is gated; learner and engine agree on most tokens"
-    if q < NOISE:
-        return f"noise: q = {q:.2g} is rounding error, not staleness; sat.q_floor can keep the gate shut"
-    if q >= max(high, low):
-        return f"inert: q = {q:.3g} is beyond log(1 + eps) = {high:.2g} and -log(1 - eps) = {low:.2g}"
-    sides = [
-        (f"d > 0 from {_onset(q, config.eps_high, +1, config.sat.exponent):.3g} to {high:.2g}", q < high),
-        (f"d < 0 from {_onset(q, config.eps_low, -1, config.sat.exponent):.3g} to {low:.2g}", q < low),
-    ]
-    acting = " and ".join(text for text, acts in sides if acts)
-    if not all(acts for _, acts in sides):
-        side, bound = ("upper", high) if q >= high else ("lower", low)
-        return f"half inert: q = {q:.3g} is beyond the {side} boundary's {bound:.2g}; acts on |d| of {acting}"
-    return f"acts: q = {q:.3g}; newly intercepts |d| of {acting}"
-
-
-def _onset(q: float, eps: float, side: int, exponent: float) -> float:
-    """Smallest distance u >= q at which the contracted boundary is crossed; about (eps q^2)^(1/3) for q << eps."""
-
-    def beyond(u: float) -> bool:
-        return abs(math.expm1(side * u)) > eps / (1 + (u / q) ** exponent)
-
-    low, high = q, max(q, 1.0)
-    if beyond(low):
-        return low
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if beyond(middle) else (middle, high)
-    return high
 
 
 def _evaluate(
@@ -247,18 +238,18 @@ def _evaluate(
     )
 
 
-def _quantile(config: LossConfig, inputs: LossInputs) -> float:
+def _quantile(config: LossConfig, inputs: LossInputs, sat: Sat) -> float:
     """The quantile that SAT ranks |d| by, on the method's own unit and denominator, whether SAT is on or not."""
-    ranked = dataclasses.replace(config, rules=("ppo", "sat"), kl_loss_coef=0.0)
-    return float(losses.make_loss(ranked).summarize(inputs).rules["sat"].q)
+    ranked = dataclasses.replace(config, rules=(Ppo(), sat), kl_loss_coef=0.0)
+    return float(losses.make_loss(ranked).summarize(inputs).rules[sat.name].q)
 
 
-def _sat_twin(config: LossConfig) -> LossConfig | None:
+def _sat_twin(config: LossConfig, sat: Sat) -> LossConfig | None:
     """The same loss with SAT switched on or off; None where SAT has no interval to contract."""
-    if "sat" in config.rules:
-        return dataclasses.replace(config, rules=tuple(name for name in config.rules if name != "sat"))
-    contractible = config.surrogate.has_interval and ("unclipped" not in config.rules or "spo" in config.rules)
-    return dataclasses.replace(config, rules=(*config.rules, "sat")) if contractible else None
+    if config.get(Sat) is not None:
+        return config.without(Sat)
+    contractible = config.surrogate.has_interval and (config.get(Unclipped) is None or config.get(Spo) is not None)
+    return config.with_rules(sat) if contractible else None
 
 
 def _translate(found: Mapping[str, np.ndarray], path: Path) -> tuple[dict[str, np.ndarray], list[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sat_jax.inspection.batch import Inspection
-from sat_jax.losses import LossConfig
+from sat_jax.losses import LossConfig, Sat, Token
 from sat_jax.losses.masked import one_token
 from sat_jax.losses.ratios import safe_exp
-from sat_jax.losses.rules.base import Token
-from sat_jax.losses.rules.sat import SatSummary
 from sat_jax.losses.tokens import token_terms
 
 INK, MUTED, POSITIVE, NEGATIVE, ACCENT = "#1f2a37", "#5c6773", "#0072b2", "#d55e00", "#009e73"
@@ -79,8 +76,6 @@ def curve(config: LossConfig, advantage: float, mu: float, q: float, span: float
         raise ValueError(f"mu = {mu} is no probability: give the behaviour probability of the token, in (0, 1]")
     if not q >= 0:
         raise ValueError(f"q = {q} must not be negative: it is a quantile of |log ratio|; use 0.05")
-    summaries: dict[str, Any] = {"sat": SatSummary(jnp.float32(q), jnp.float32(q))}
-
     corrects = config.denominator != "rollout"
 
     def objective(x: jax.Array, at: jax.Array) -> jax.Array:
@@ -88,6 +83,7 @@ def curve(config: LossConfig, advantage: float, mu: float, q: float, span: float
         frozen = jax.lax.stop_gradient(at)[None]
         d, before = (x[None], frozen) if corrects else (x[None] + frozen, None)
         token = token_at(d, jnp.full((1,), advantage, at.dtype), jnp.full((1,), np.log(mu), at.dtype), before)
+        summaries = {rule.name: rule.summarize(token, lambda *_: jnp.full((), q, at.dtype)) for rule in config.rules}
         return -token_terms(config, token, summaries).loss[0]
 
     d = jnp.linspace(-span, span, points, dtype=jnp.float32)
@@ -133,9 +129,12 @@ def geometry_figure(config: LossConfig, mu: float = 0.2, q: float = 0.05) -> Fig
     plane.legend(frameon=False, fontsize=7, loc="lower right")
     plane.set_ylim(mus[0], 1.0)
     figure.colorbar(mesh, ax=plane)
-    shown = f", q = {q:g}" if "sat" in config.rules else ""
+    rules = " + ".join(rule.name for rule in config.rules)
+    shown = f", q = {q:g}" if config.get(Sat) is not None else ""
     figure.suptitle(
-        f"{config.name}: {' + '.join(config.rules)}, unit {config.unit}, μ = {mu:g}{shown}", fontsize=10, color=INK
+        f"{config.label}: {rules}, unit {config.unit}, μ = {mu:g}{shown}",
+        fontsize=10,
+        color=INK,
     )
     return figure
 
@@ -178,7 +177,7 @@ def batch_figure(inspection: Inspection, config: LossConfig) -> Figure:
     plane.set(xlabel="ratio r", ylabel="advantage A")
     plane.legend(frameon=False, fontsize=7, loc="best")
     plane.set_title("where the tokens stand", fontsize=9, loc="left", color=INK)
-    figure.suptitle(f"{config.name}: {inspection.summary.get('sat', {}).get('window', '')}", fontsize=9, color=INK)
+    figure.suptitle(f"{config.label}: {inspection.summary.get('sat', {}).get('window', '')}", fontsize=9, color=INK)
     return figure
 
 

@@ -16,7 +16,6 @@ from sat_jax.kernels.order_statistic import order_statistic
 from sat_jax.losses import Loss, LossConfig, LossSummary
 from sat_jax.losses.diagnostics import Reductions
 from sat_jax.losses.quantile import rank_from_alpha
-from sat_jax.losses.rules.base import Rule
 from sat_jax.losses.tokens import Prepared, Ranker, ranker, rule_summaries, unit_log_ratios
 
 
@@ -35,7 +34,7 @@ class KernelLoss(Loss):
     interpret: Any = None
 
     def __post_init__(self) -> None:
-        whole = [name for name, rule in self.config.active(Rule) if not rule.elementwise()]
+        whole = [rule.name for rule in self.config.rules if not rule.elementwise()]
         if whole:
             raise ValueError(
                 f"loss.kernel = 'pallas' with rule {whole[0]}, which looks at whole responses: "
@@ -130,7 +129,7 @@ def make_loss(
 
 
 def _wins(config: LossConfig, mesh: Mesh | None) -> bool:
-    fits = config.unit == "token" and all(rule.elementwise() for _, rule in config.active(Rule))
+    fits = config.unit == "token" and all(rule.elementwise() for rule in config.rules)
     return fits and _platform(mesh) == "tpu" and (mesh is not None or jax.device_count() == 1)
 
 

@@ -1,6 +1,6 @@
 """What a learner computes: scores, train steps, and those compiled for the devices that are there, or are not."""
 
-from sat_jax.learner.compiled import Programs
+from sat_jax.learner.compiled import Programs, abstract
 from sat_jax.learner.step import (
     LearnerSpec,
     Metrics,
@@ -11,6 +11,7 @@ from sat_jax.learner.step import (
     learning_rate,
     score,
     state_shardings,
+    supervised_spec,
     supervised_step,
     train_step,
 )
@@ -20,12 +21,14 @@ __all__ = [
     "Metrics",
     "Programs",
     "Scores",
+    "abstract",
     "adam",
     "batch_shardings",
     "init_state",
     "learning_rate",
     "score",
     "state_shardings",
+    "supervised_spec",
     "supervised_step",
     "train_step",
 ]

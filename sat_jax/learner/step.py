@@ -10,7 +10,7 @@ put back into their order before anything is summed, and are divided once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -105,6 +105,13 @@ def learning_rate(lr: float, warmup_steps: int = 0, decay_steps: int = 0) -> opt
         boundaries.append(warmup_steps)
     parts.append(optax.linear_schedule(lr, 0.0, decay_steps) if decay_steps else optax.constant_schedule(lr))
     return optax.join_schedules(parts, boundaries)
+
+
+def supervised_spec(spec: LearnerSpec, lr: float, warmup_steps: int) -> LearnerSpec:
+    """``spec`` for ``supervised_step``: Adam with its usual betas, no replay, one micro-batch."""
+    schedule = learning_rate(lr, warmup_steps)
+    optimizer = adam(schedule, 0.9, 0.98, 1e-8)
+    return replace(spec, optimizer=optimizer, schedule=schedule, routing_replay=False, micro_batches=1)
 
 
 def init_state(spec: LearnerSpec, params: Any) -> TrainState:

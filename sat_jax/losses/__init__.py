@@ -5,11 +5,37 @@ loss, metrics = loss_fn(LossInputs(log_probs=..., behavior_log_probs=..., advant
 """
 
 from sat_jax.losses.advantages import AdvantageKind, group_advantages, zero_variance
-from sat_jax.losses.config import Aggregation, LossConfig, rule_names
+from sat_jax.losses.config import Aggregation, LossConfig
 from sat_jax.losses.diagnostics import METRIC_REDUCTIONS
 from sat_jax.losses.inputs import LossInputs, check_values
 from sat_jax.losses.loss import Loss, LossRows, LossSummary, make_loss
-from sat_jax.losses.methods import DESCRIPTIONS, METHODS, TABLE_1, method, method_uses_replay
+from sat_jax.losses.methods import DESCRIPTIONS, METHODS, TABLE_1, method, split_method
+from sat_jax.losses.rules import (
+    Cispo,
+    Contraction,
+    Decoupled,
+    Dppo,
+    Drpo,
+    DualClip,
+    Icepop,
+    Kpop,
+    Mask,
+    Opsm,
+    Penalty,
+    Ppo,
+    Radii,
+    Radius,
+    Rule,
+    Sat,
+    Seqclip,
+    Spo,
+    Surrogate,
+    Tis,
+    TisReinforce,
+    Token,
+    Unclipped,
+    Weight,
+)
 
 __all__ = [
     "DESCRIPTIONS",
@@ -18,16 +44,39 @@ __all__ = [
     "TABLE_1",
     "AdvantageKind",
     "Aggregation",
+    "Cispo",
+    "Contraction",
+    "Decoupled",
+    "Dppo",
+    "Drpo",
+    "DualClip",
+    "Icepop",
+    "Kpop",
     "Loss",
     "LossConfig",
     "LossInputs",
     "LossRows",
     "LossSummary",
+    "Mask",
+    "Opsm",
+    "Penalty",
+    "Ppo",
+    "Radii",
+    "Radius",
+    "Rule",
+    "Sat",
+    "Seqclip",
+    "Spo",
+    "Surrogate",
+    "Tis",
+    "TisReinforce",
+    "Token",
+    "Unclipped",
+    "Weight",
     "check_values",
     "group_advantages",
     "make_loss",
     "method",
-    "method_uses_replay",
-    "rule_names",
+    "split_method",
     "zero_variance",
 ]

@@ -1,29 +1,17 @@
-"""LossConfig: which rules make up a loss, and their settings."""
+"""LossConfig: a loss as a value, composed of rules."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypeVar, get_args
+import functools
+from typing import Literal, TypeVar
 
-from sat_jax.dataclass_json import nearest
+from sat_jax.checked import Checked, NonNegative, Positive
+from sat_jax.losses import rules as known_rules
 from sat_jax.losses.kl import KlType
 from sat_jax.losses.ratios import Unit
-from sat_jax.losses.rules.base import Kind, Rule, Surrogate
-from sat_jax.losses.rules.cispo import Cispo
-from sat_jax.losses.rules.decoupled import Decoupled
-from sat_jax.losses.rules.dppo import Dppo
-from sat_jax.losses.rules.drpo import Drpo
-from sat_jax.losses.rules.dual_clip import DualClip
-from sat_jax.losses.rules.icepop import Icepop
-from sat_jax.losses.rules.kpop import Kpop
-from sat_jax.losses.rules.opsm import Opsm
+from sat_jax.losses.rules.base import Radius, Rule, Surrogate
 from sat_jax.losses.rules.ppo import Ppo
-from sat_jax.losses.rules.sat import Sat
-from sat_jax.losses.rules.seqclip import Seqclip
-from sat_jax.losses.rules.spo import Spo
-from sat_jax.losses.rules.tis import Tis
-from sat_jax.losses.rules.tis_reinforce import TisReinforce
-from sat_jax.losses.rules.unclipped import Unclipped
 
 R = TypeVar("R", bound=Rule)
 
@@ -36,23 +24,24 @@ DENOMINATOR_ARRAY: dict[str, str] = {
     "rollout_policy": "rollout_policy_log_probs",
     "proximal": "proximal_log_probs",
 }
+_UNBIASED_KL = ("k1", "k3", "low_var_kl")
 
 
 @dataclasses.dataclass(frozen=True)
-class LossConfig:
+class LossConfig(Checked, section="loss"):
     """A loss: unit -> surrogate -> radius | mask | weight | penalty, plus KL, entropy and aggregation.
 
-    The fields after ``kernel`` hold the settings of every rule, on or off; ``rules`` says which are on. Their order
-    does not matter: radii, masks and weights multiply, penalties add.
+        LossConfig(unit="sequence", rules=(Ppo(), Sat(alpha=0.95), Tis(cap=2.0)), denominator="rollout_policy")
 
     Attributes:
-        name: label in tables and reports.
-        rules: names of the rules that are on; exactly one is a surrogate.
+        name: label in tables and reports; empty: made of the rules'.
         unit: what the surrogate's ratio is taken over.
         denominator: which log-probs the ratio divides by: the engine's own (``rollout``), the learner's recomputation
-            at the weights that sampled (``rollout_policy``), or at the start of the step (``proximal``).
-        eps_low: lower radius of the interval, > 0.
-        eps_high: upper radius, > 0.
+            at the weights that sampled (``rollout_policy``), or at the start of the batch (``proximal``).
+        eps_low: lower radius of the interval.
+        eps_high: upper radius.
+        rules: what it is made of, each named by its class, once; exactly one is a surrogate. Their order does not
+            matter: radii, masks and weights multiply, penalties add.
         loss_agg_mode: ``token-mean``: mean over active tokens; ``seq-mean-token-mean``: mean over responses of each
             one's token mean; ``seq-mean-token-sum-norm``: mean over responses of the token sum, divided by
             ``loss_scale_factor``.
@@ -62,115 +51,87 @@ class LossConfig:
         kl_loss_coef: weight of the KL term; 0 leaves it out.
         kl_loss_type: the estimator.
         kl_unit: ``token``, or ``sequence``: the response's mean, broadcast to its tokens (38).
-        kl_unbiased: multiply the estimate by the ratio, gradient through both (TRL ``use_bias_correction_kl``).
+        kl_unbiased: multiply the estimate by the ratio, gradient through both (TRL ``use_bias_correction_kl``); exact
+            with k1 and k3.
         entropy_coef: weight of the entropy bonus; 0 leaves it out.
         kernel: ``reference`` (plain JAX), ``pallas`` or ``auto``; read by ``sat_jax.kernels``, which makes the choice.
     """
 
-    name: str = "grpo"
-    rules: tuple[str, ...] = ("ppo",)
+    name: str = ""
     unit: Unit = "token"
     denominator: Denominator = "rollout"
-    eps_low: float = 0.2
-    eps_high: float = 0.2
+    eps_low: Positive = 0.2
+    eps_high: Positive = 0.2
+    rules: tuple[Rule, ...] = (Ppo(),)
     loss_agg_mode: Aggregation = "seq-mean-token-mean"
-    loss_scale_factor: float | None = None
+    loss_scale_factor: Positive | None = None
     count_empty_rows: bool = False
-    kl_loss_coef: float = 0.0
+    kl_loss_coef: NonNegative = 0.0
     kl_loss_type: KlType = "low_var_kl"
     kl_unit: Literal["token", "sequence"] = "token"
     kl_unbiased: bool = False
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegative = 0.0
     kernel: Kernel = "auto"
-    ppo: Ppo = dataclasses.field(default_factory=Ppo)
-    dual_clip: DualClip = dataclasses.field(default_factory=DualClip)
-    unclipped: Unclipped = dataclasses.field(default_factory=Unclipped)
-    cispo: Cispo = dataclasses.field(default_factory=Cispo)
-    tis_reinforce: TisReinforce = dataclasses.field(default_factory=TisReinforce)
-    sat: Sat = dataclasses.field(default_factory=Sat)
-    dppo: Dppo = dataclasses.field(default_factory=Dppo)
-    kpop: Kpop = dataclasses.field(default_factory=Kpop)
-    seqclip: Seqclip = dataclasses.field(default_factory=Seqclip)
-    opsm: Opsm = dataclasses.field(default_factory=Opsm)
-    tis: Tis = dataclasses.field(default_factory=Tis)
-    icepop: Icepop = dataclasses.field(default_factory=Icepop)
-    decoupled: Decoupled = dataclasses.field(default_factory=Decoupled)
-    spo: Spo = dataclasses.field(default_factory=Spo)
-    drpo: Drpo = dataclasses.field(default_factory=Drpo)
 
     def __post_init__(self) -> None:
-        for field, known in (
-            ("unit", get_args(Unit)),
-            ("denominator", get_args(Denominator)),
-            ("loss_agg_mode", get_args(Aggregation)),
-            ("kl_loss_type", get_args(KlType)),
-            ("kl_unit", ("token", "sequence")),
-            ("kernel", get_args(Kernel)),
-        ):
-            value = getattr(self, field)
-            if value not in known:
-                raise ValueError(f"loss.{field} = {value!r} is unknown{nearest(str(value), known)}")
-        for field in ("eps_low", "eps_high"):
-            value = getattr(self, field)
-            if not 0 < value < float("inf"):
-                raise ValueError(
-                    f"loss.{field} = {value} must be positive and finite: it is the distance from ratio 1; use 0.2"
-                )
-        if self.loss_scale_factor is not None and not self.loss_scale_factor > 0:
+        for rule in self.rules if isinstance(self.rules, tuple) else ():
+            _check_rule(rule)
+        super().__post_init__()
+        if self.kl_unbiased and self.kl_loss_type not in _UNBIASED_KL:
             raise ValueError(
-                f"loss.loss_scale_factor = {self.loss_scale_factor} must be positive: it divides; None takes T"
+                f"loss.kl_unbiased = True with kl_loss_type '{self.kl_loss_type}': only k1 and k3 are made exact "
+                f"(others' gradients are off by 16 % and more); use one of {', '.join(_UNBIASED_KL)}"
             )
-        for field in ("kl_loss_coef", "entropy_coef"):
-            value = getattr(self, field)
-            if not 0 <= value < float("inf"):
-                raise ValueError(
-                    f"loss.{field} = {value} must be finite and not negative: it weighs a term; 0 leaves it out"
-                )
-        self._check_rules()
-
-    def _check_rules(self) -> None:
-        known = rule_names()
-        for name in self.rules:
-            if name not in known:
-                raise ValueError(f"loss.rules names '{name}'{nearest(name, known)}")
-        if len(set(self.rules)) != len(self.rules):
-            raise ValueError(f"loss.rules = {self.rules} repeats a rule: name each once")
-        surrogates = [name for name in self.rules if getattr(self, name).kind == "surrogate"]
+        names = [rule.name for rule in self.rules]
+        if len(set(names)) != len(names):
+            raise ValueError(f"loss.rules = {', '.join(names)} repeats a rule: name each once")
+        surrogates = [rule.name for rule in self.rules if isinstance(rule, Surrogate)]
         if len(surrogates) != 1:
             raise ValueError(
-                f"loss.rules = {self.rules} has {len(surrogates)} surrogates ({', '.join(surrogates) or 'none'}): "
-                "they exclude each other; name exactly one, such as 'ppo'"
+                f"loss.rules = {', '.join(names) or '()'} has {len(surrogates)} surrogates "
+                f"({', '.join(surrogates) or 'none'}): they exclude each other; give exactly one, such as Ppo()"
             )
-        if {"tis", "icepop"} <= set(self.rules):
+        if not self.surrogate.has_interval and (radii := self.active(Radius)):
             raise ValueError(
-                f"loss.rules = {self.rules}: tis and icepop both weigh by pi_l / mu; squaring it is neither; drop one"
+                f"loss.rules = {', '.join(names)}: {surrogates[0]} has no interval for {radii[0].name} to contract; "
+                "use Ppo()"
             )
-        if {"spo", "drpo"} <= set(self.rules):
-            raise ValueError(f"loss.rules = {self.rules}: spo and drpo are two forms of one penalty; drop one")
-        surrogate = getattr(self, surrogates[0])
-        if not surrogate.has_interval and any(getattr(self, name).kind == "radius" for name in self.rules):
-            raise ValueError(
-                f"loss.rules = {self.rules}: {surrogates[0]} has no interval for a radius rule to contract; use 'ppo'"
-            )
-        if "decoupled" in self.rules and self.denominator != "proximal":
-            raise ValueError(
-                f"loss.denominator = '{self.denominator}' with rule decoupled, which weighs by pi_prox / mu: "
-                "use 'proximal'"
-            )
+        for rule in self.rules:
+            rule.check_with(self)
+
+    @property
+    def label(self) -> str:
+        """``name``, or the names of the rules."""
+        return self.name or "+".join(rule.name for rule in self.rules)
 
     @property
     def surrogate(self) -> Surrogate:
-        """The one surrogate that is on."""
-        return self.active(Surrogate)[0][1]
+        """The one surrogate."""
+        return self.active(Surrogate)[0]
 
-    def active(self, kind: type[R]) -> list[tuple[str, R]]:
-        """The rules of a kind that are on, with their names."""
-        return [(name, rule) for name in self.rules if isinstance(rule := getattr(self, name), kind)]
+    def active(self, kind: type[R]) -> list[R]:
+        """The rules of a kind."""
+        return [rule for rule in self.rules if isinstance(rule, kind)]
+
+    def get(self, kind: type[R]) -> R | None:
+        """The rule of a class, ``loss.get(Sat)``, or None."""
+        return next(iter(self.active(kind)), None)
+
+    def with_rules(self, *rules: Rule) -> LossConfig:
+        """The same loss with more rules; each takes the place of the one of its name, a surrogate of the surrogate."""
+        kept = [r for r in self.rules if all(r.name != new.name for new in rules)]
+        if any(isinstance(new, Surrogate) for new in rules):
+            kept = [r for r in kept if not isinstance(r, Surrogate)]
+        return dataclasses.replace(self, rules=(*kept, *rules))
+
+    def without(self, kind: type[Rule]) -> LossConfig:
+        """The same loss without the rules of a kind or class."""
+        return dataclasses.replace(self, rules=tuple(rule for rule in self.rules if not isinstance(rule, kind)))
 
     def needs(self) -> tuple[str, ...]:
         """Optional ``LossInputs`` arrays that this loss cannot do without."""
         wanted = [DENOMINATOR_ARRAY[self.denominator]] if self.denominator != "rollout" else []
-        wanted += [array for name in self.rules for array in getattr(self, name).needs]
+        wanted += [array for rule in self.rules for array in rule.needs]
         if self.kl_loss_coef > 0:
             wanted.append("reference_log_probs")
         if self.entropy_coef > 0:
@@ -178,7 +139,29 @@ class LossConfig:
         return tuple(dict.fromkeys(wanted))
 
 
-def rule_names() -> dict[str, Kind]:
-    """Every rule a ``LossConfig`` knows, with its kind."""
-    factories: dict[str, object] = {f.name: f.default_factory for f in dataclasses.fields(LossConfig)}
-    return {name: rule.kind for name, rule in factories.items() if isinstance(rule, type) and issubclass(rule, Rule)}
+@functools.cache
+def _ours() -> dict[str, type[Rule]]:
+    """The names that are taken."""
+    exported = [getattr(known_rules, name) for name in known_rules.__all__]
+    return {x.section: x for x in exported if isinstance(x, type) and issubclass(x, Rule)}
+
+
+def _check_rule(rule: object) -> None:
+    """Whether something is a rule that can stand in a loss, whoever wrote it."""
+    if isinstance(rule, type) and issubclass(rule, Rule):
+        raise ValueError(f"loss.rules holds the class {rule.__name__}: make a rule of it, {rule.__name__}()")
+    if not isinstance(rule, Rule):
+        raise ValueError(
+            f"loss.rules holds {rule!r}: a loss is made of rules, such as Ppo() and Sat(alpha=0.9); "
+            "losses.method(NAME) gives a named one"
+        )
+    cls = type(rule)
+    if _ours().get(rule.name, cls) is not cls:
+        raise ValueError(
+            f"rule {cls.__module__}.{cls.__name__} is called {rule.name}, as one of sat_jax's own: rename the class"
+        )
+    if "__dataclass_params__" not in vars(cls):
+        raise ValueError(
+            f"rule {cls.__name__} is no dataclass, so its settings are not its own: write "
+            "@dataclasses.dataclass(frozen=True) above it"
+        )

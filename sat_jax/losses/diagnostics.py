@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -10,42 +10,18 @@ from flax import struct
 
 from sat_jax.losses.masked import batch_sum, divide, row_max, row_min, row_sum
 from sat_jax.losses.ratios import safe_exp
+from sat_jax.losses.rules.sat import Sat
+from sat_jax.metrics import METRICS, Reduction
 
 if TYPE_CHECKING:
     from sat_jax.losses.config import LossConfig
     from sat_jax.losses.rules.base import Token
     from sat_jax.losses.tokens import TokenTerms
 
-Reduction = Literal["sum", "mean", "min", "max", "value"]
+METRIC_REDUCTIONS: dict[str, Reduction] = {name: m.reduction for name, m in METRICS.items() if m.reduction is not None}
+"""How each metric of a loss combines over micro-batches and devices, by the register of ``sat_jax.metrics``.
 
-METRIC_REDUCTIONS: dict[str, Reduction] = {
-    "train/loss": "sum",
-    "train/pg_loss": "sum",
-    "train/kl_loss": "sum",
-    "train/tokens": "sum",
-    "train/d_bar": "mean",
-    "train/kl_train_rollout": "mean",
-    "train/ratio_max": "max",
-    "train/clip_fraction": "mean",
-    "train/entropy": "mean",
-    "train/keep_fraction": "mean",
-    "train/weight_mean": "mean",
-    "async/delta_pi": "mean",
-    "async/delta_impl": "mean",
-    "sat/q": "value",
-    "sat/gate_rate": "mean",
-    "sat/intercept_rate": "mean",
-    "sat/eps_low_mean": "mean",
-    "sat/eps_high_mean": "mean",
-    "sat/c_low_mean": "mean",
-    "sat/c_high_mean": "mean",
-    "sat/c_low_min": "min",
-    "sat/c_high_min": "min",
-}
-"""How each metric combines over micro-batches and devices.
-
-``mean`` is weighted by active tokens, ``sum`` is already divided by the batch's denominators, ``value`` is the same
-everywhere. ``Loss.metrics`` does all of it on concatenated rows; who combines finished metrics needs this table.
+``Loss.metrics`` does all of it on concatenated rows; who combines finished metrics needs this table.
 """
 
 
@@ -77,10 +53,9 @@ def token_diagnostics(config: LossConfig, token: Token, terms: TokenTerms, summa
         sums["train/keep_fraction"] = terms.keep
     if terms.weight is not None:
         sums["train/weight_mean"] = terms.weight
-    middle = token.proximal if token.implementation is None else token.implementation
-    if middle is not None:
-        sums["async/delta_pi"] = jnp.abs(d - middle)
-        sums["async/delta_impl"] = jnp.abs(middle)
+    if token.implementation is not None:
+        sums["async/delta_pi"] = jnp.abs(d - token.implementation)
+        sums["async/delta_impl"] = jnp.abs(token.implementation)
     radii = terms.radii
     if (
         terms.gate is not None
@@ -97,9 +72,9 @@ def token_diagnostics(config: LossConfig, token: Token, terms: TokenTerms, summa
             "sat/c_high_mean": radii.c_high,
         }
         minima = {"sat/c_low_min": radii.c_low, "sat/c_high_min": radii.c_high}
-    if "sat" in config.rules and config.sat.scope != "batch":
+    if (sat := config.get(Sat)) is not None and sat.scope != "batch":
         # No single number: report the mean of the q that tokens were held against.
-        sums["sat/q"] = jnp.broadcast_to(summaries["sat"].q, radii.low.shape)
+        sums["sat/q"] = jnp.broadcast_to(summaries[sat.name].q, radii.low.shape)
     return Reductions(sums, minima, {"train/ratio_max": token.frozen_ratio})
 
 

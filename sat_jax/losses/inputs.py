@@ -57,6 +57,9 @@ def check_shapes(inputs: LossInputs) -> None:
     Raises:
         ValueError: naming the array, what it is and what it must be.
     """
+    for name in ("log_probs", "behavior_log_probs", "advantages", "loss_mask"):
+        if getattr(inputs, name) is None:
+            raise ValueError(f"{name} is None: every loss needs it; pass an array [B, T]")
     if np.ndim(inputs.log_probs) != 2:
         raise ValueError(
             f"log_probs has shape {np.shape(inputs.log_probs)}: it must be [B, T]; vmap over further leading axes"

@@ -53,6 +53,15 @@ def kl_estimate(log_probs: chex.Array, reference_log_probs: chex.Array, kind: Kl
     return _k3(x)
 
 
+def kl_capped(log_probs: chex.Array, reference_log_probs: chex.Array, kind: KlType = "low_var_kl") -> jax.Array:
+    """Bool: the tokens whose estimate a clamp has cut, so that they have no KL gradient."""
+    x = reference_log_probs - log_probs
+    beyond = jnp.abs(x) > INPUT_CLAMP
+    if kind in ("k3", "low_var_kl"):
+        beyond = beyond | (jnp.expm1(jnp.clip(x, -INPUT_CLAMP, INPUT_CLAMP)) - x > OUTPUT_CLAMP)
+    return jax.lax.stop_gradient(beyond)
+
+
 def _k3(x: jax.Array) -> jax.Array:
     # expm1 keeps the small differences that exp(x) - x - 1 would cancel.
     value = jnp.expm1(x) - x

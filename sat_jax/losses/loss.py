@@ -11,9 +11,9 @@ from flax import struct
 from sat_jax.losses.config import LossConfig
 from sat_jax.losses.diagnostics import Reductions, reduce_metrics, reduce_rows, token_diagnostics
 from sat_jax.losses.inputs import LossInputs
-from sat_jax.losses.kl import kl_estimate
+from sat_jax.losses.kl import kl_capped, kl_estimate
 from sat_jax.losses.masked import batch_sum, row_sum
-from sat_jax.losses.rules.base import Rule
+from sat_jax.losses.rules.sat import Sat
 from sat_jax.losses.tokens import (
     LossSummary,
     Prepared,
@@ -88,9 +88,9 @@ class Loss:
             tokens, n_sequences = jax.lax.psum((tokens, n_sequences), axis)
         dtype = prepared.token.ratio.dtype
         batch_rules = {
-            name: rule.summarize(prepared.token, self.ranker(prepared, axis_names))
-            for name, rule in self.config.active(Rule)
-            if getattr(rule, "scope", "batch") == "batch"
+            rule.name: rule.summarize(prepared.token, self.ranker(prepared, axis_names))
+            for rule in self.config.rules
+            if rule.summary_scope()[0] == "batch"
         }
         return LossSummary(tokens.astype(dtype), n_sequences.astype(dtype), batch_rules)
 
@@ -104,6 +104,8 @@ class Loss:
         if inputs.reference_log_probs is not None:
             kl = self._kl(prepared, inputs.reference_log_probs)
             kl_loss = share(kl, prepared, scale)
+            capped = kl_capped(prepared.token.log_prob, inputs.reference_log_probs, config.kl_loss_type)
+            diagnostics.sums["train/kl_capped_ratio"] = row_sum(capped.astype(loss.dtype), prepared.mask)
             if config.kl_loss_coef > 0:
                 loss = loss + share(kl, prepared, scale, config.kl_loss_coef)
         if inputs.entropy is not None:
@@ -130,8 +132,8 @@ class Loss:
         metrics = {"train/loss": batch_sum(rows.loss)}
         metrics["train/pg_loss"], metrics["train/kl_loss"] = batch_sum(jnp.stack([rows.pg_loss, rows.kl_loss]))
         metrics |= reduce_metrics(rows.diagnostics, summary.tokens)
-        if "sat" in summary.rules:
-            metrics["sat/q"] = summary.rules["sat"].q
+        if (sat := self.config.get(Sat)) is not None and sat.name in summary.rules:
+            metrics["sat/q"] = summary.rules[sat.name].q
         return jax.lax.stop_gradient(metrics)
 
     def _kl(self, prepared: Prepared, reference_log_probs: jax.Array) -> jax.Array:
@@ -157,5 +159,11 @@ def share(x: jax.Array, prepared: Prepared, scale: jax.Array, coefficient: float
 
 
 def make_loss(config: LossConfig) -> Loss:
-    """The loss that ``config`` describes, in plain JAX. ``sat_jax.kernels.make_loss`` offers the Pallas twin."""
+    """The loss that ``config`` describes, in plain JAX. ``sat_jax.kernels.make_loss`` offers the Pallas twin.
+
+    Raises:
+        ValueError: something else than a ``LossConfig``.
+    """
+    if not isinstance(config, LossConfig):
+        raise ValueError(f"make_loss takes a LossConfig, not {config!r}: a named one is losses.method('sat-gspo')")
     return Loss(config)

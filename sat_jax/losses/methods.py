@@ -2,48 +2,70 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
-from sat_jax.dataclass_json import nearest
-from sat_jax.losses.config import LossConfig
+from sat_jax.losses.config import Denominator, LossConfig
+from sat_jax.losses.ratios import Unit
+from sat_jax.losses.rules import (
+    Cispo,
+    Decoupled,
+    Dppo,
+    Drpo,
+    DualClip,
+    Icepop,
+    Kpop,
+    Ppo,
+    Rule,
+    Sat,
+    Seqclip,
+    Spo,
+    Tis,
+    TisReinforce,
+    Unclipped,
+)
+from sat_jax.names import nearest
 
 REPLAY_SUFFIX = "-r3"
 
-_PPO: dict[str, Any] = {"rules": ("ppo",)}
-_TIS: dict[str, Any] = {"rules": ("ppo", "tis"), "denominator": "rollout_policy"}
-_SAT: dict[str, Any] = {"rules": ("ppo", "sat")}
-_SEQUENCE: dict[str, Any] = {"unit": "sequence"}
-
-_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "grpo": (_PPO, "PPO's clip on token ratios"),
-    "gspo": (_PPO | _SEQUENCE, "PPO's clip on the length-normalised sequence ratio"),
-    "grpo-tis": (_TIS, "GRPO on pi_j / pi_l, weighted by min(pi_l / mu, 2)"),
-    "gspo-tis": (_TIS | _SEQUENCE, "GSPO on pi_j / pi_l, weighted by min(pi_l / mu, 2)"),
-    "dppo": ({"rules": ("ppo", "dppo")}, "GRPO, dropping outward tokens with |pi - mu| > 1e-3"),
-    "sat-grpo": (_SAT, "GRPO with SAT's contracted interval"),
-    "sat-gspo": (_SAT | _SEQUENCE, "GSPO with SAT's contracted interval"),
-    "seqclip": ({"rules": ("ppo", "seqclip")} | _SEQUENCE, "GSPO, dropping responses outside [0.995, 1.005]"),
-    "icepop": (
-        {"rules": ("ppo", "icepop"), "denominator": "rollout_policy"},
-        "GRPO on pi_j / pi_l, weighted by k = pi_l / mu where 0.5 <= k <= 5",
-    ),
-    "kpop": ({"rules": ("ppo", "kpop")}, "GRPO, keeping tokens whose Bernoulli KLs are at most 0.1"),
-    "spo": ({"rules": ("unclipped", "spo")}, "quadratic penalty in the ratio instead of a clip"),
-    "drpo": ({"rules": ("unclipped", "drpo")}, "quadratic penalty in probability instead of a clip"),
-    "cispo": ({"rules": ("cispo",)}, "REINFORCE weighted by the clipped ratio"),
-    "tis-reinforce": ({"rules": ("tis_reinforce",)}, "REINFORCE weighted by min(r, 2), equation (41) as printed"),
-    "dual-clip": ({"rules": ("dual_clip",)}, "GRPO with a floor for negative advantages"),
-    "decoupled-ppo": (
-        {"rules": ("ppo", "decoupled"), "denominator": "proximal"},
-        "GRPO on pi / pi_prox, weighted by pi_prox / mu",
-    ),
-}
-
-METHODS: dict[str, LossConfig] = {name: LossConfig(name=name, **settings) for name, (settings, _) in _SETTINGS.items()}
+METHODS: dict[str, LossConfig] = {}
 """Every named loss."""
 
-DESCRIPTIONS: dict[str, str] = {name: text for name, (_, text) in _SETTINGS.items()}
+DESCRIPTIONS: dict[str, str] = {}
+"""What each does, in a line."""
+
+
+def _add(name: str, description: str, *rules: Rule, unit: Unit = "token", denominator: Denominator = "rollout") -> None:
+    METHODS[name] = LossConfig(name=name, unit=unit, denominator=denominator, rules=rules)
+    DESCRIPTIONS[name] = description
+
+
+_add("grpo", "PPO's clip on token ratios", Ppo())
+_add("gspo", "PPO's clip on the length-normalised sequence ratio", Ppo(), unit="sequence")
+_add("grpo-tis", "GRPO on pi_j / pi_l, weighted by min(pi_l / mu, 2)", Ppo(), Tis(), denominator="rollout_policy")
+_add(
+    "gspo-tis",
+    "GSPO on pi_j / pi_l, weighted by min(pi_l / mu, 2)",
+    Ppo(),
+    Tis(),
+    unit="sequence",
+    denominator="rollout_policy",
+)
+_add("dppo", "GRPO, dropping outward tokens with |pi - mu| > 1e-3", Ppo(), Dppo())
+_add("sat-grpo", "GRPO with SAT's contracted interval", Ppo(), Sat())
+_add("sat-gspo", "GSPO with SAT's contracted interval", Ppo(), Sat(), unit="sequence")
+_add("seqclip", "GSPO, dropping responses outside [0.995, 1.005]", Ppo(), Seqclip(), unit="sequence")
+_add(
+    "icepop",
+    "GRPO on pi_j / pi_l, weighted by k = pi_l / mu where 0.5 <= k <= 5",
+    Ppo(),
+    Icepop(),
+    denominator="rollout_policy",
+)
+_add("kpop", "GRPO, keeping tokens whose Bernoulli KLs are at most 0.1", Ppo(), Kpop())
+_add("spo", "quadratic penalty in the ratio instead of a clip", Unclipped(), Spo())
+_add("drpo", "quadratic penalty in probability instead of a clip", Unclipped(), Drpo())
+_add("cispo", "REINFORCE weighted by the clipped ratio", Cispo())
+_add("tis-reinforce", "REINFORCE weighted by min(r, 2), equation (41) as printed", TisReinforce())
+_add("dual-clip", "GRPO with a floor for negative advantages", DualClip())
+_add("decoupled-ppo", "GRPO on pi / pi_prox, weighted by pi_prox / mu", Ppo(), Decoupled(), denominator="proximal")
 
 TABLE_1 = (
     "grpo",
@@ -64,18 +86,22 @@ TABLE_1 = (
 
 
 def method(name: str) -> LossConfig:
-    """The loss of a named method; ``-r3`` is a matter of the forward pass and leaves the loss as it is.
+    """The loss of a named method.
 
     Raises:
-        ValueError: an unknown name, with the nearest one.
+        ValueError: an unknown name, with the nearest one; a name with ``-r3``, which is a matter of the forward pass.
     """
     base = name.removesuffix(REPLAY_SUFFIX)
-    if base not in METHODS or (base != name and name not in TABLE_1):
-        raise ValueError(f"no method is named '{name}'{nearest(name, [*METHODS, *TABLE_1])}")
-    return dataclasses.replace(METHODS[base], name=name)
+    if base != name and base in METHODS:
+        raise ValueError(
+            f"'{name}' is a method of training, not a loss: its loss is '{base}'; -r3 replays the rollout's experts in "
+            "the forward pass (config.with_method, or --learner.routing_replay True)"
+        )
+    if name not in METHODS:
+        raise ValueError(f"no method is named '{name}'{nearest(name, METHODS)}")
+    return METHODS[name]
 
 
-def method_uses_replay(name: str) -> bool:
-    """Whether a method replays the rollout's experts (R3)."""
-    method(name)
-    return name.endswith(REPLAY_SUFFIX)
+def split_method(name: str) -> tuple[LossConfig, bool]:
+    """The loss of a method of training, and whether it replays the rollout's experts (``-r3``)."""
+    return method(name.removesuffix(REPLAY_SUFFIX)), name.endswith(REPLAY_SUFFIX)

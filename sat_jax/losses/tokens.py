@@ -14,7 +14,7 @@ from sat_jax.losses.inputs import LossInputs, check_shapes
 from sat_jax.losses.masked import Sequences, divide, sequences
 from sat_jax.losses.quantile import order_statistic, rank_from_alpha
 from sat_jax.losses.ratios import clamp_log_ratio, safe_exp, unit_log_ratio
-from sat_jax.losses.rules.base import Mask, Penalty, Radii, Radius, Rule, Token, Weight
+from sat_jax.losses.rules.base import Mask, Penalty, Radii, Radius, Token, Weight
 
 TOKEN_ARRAYS = (
     "log_probs",
@@ -93,7 +93,7 @@ def prepare(config: LossConfig, inputs: LossInputs) -> Prepared:
     for name in config.needs():
         if getattr(inputs, name) is None:
             raise ValueError(
-                f"loss '{config.name}' needs {name}, which is missing: pass it in LossInputs "
+                f"loss '{config.label}' needs {name}, which is missing: pass it in LossInputs "
                 f"or drop {_why(config, name)}"
             )
     mask = inputs.loss_mask if inputs.loss_mask.dtype == bool else inputs.loss_mask != 0
@@ -161,23 +161,23 @@ def token_terms(config: LossConfig, token: Token, summaries: dict[str, Any]) -> 
     dtype = token.frozen_ratio.dtype
     base = Radii(jnp.asarray(config.eps_low, dtype), jnp.asarray(config.eps_high, dtype))
     radii, gate = base, None
-    for name, radius in config.active(Radius):
-        contraction = radius.contract(token, summaries[name])
+    for radius in config.active(Radius):
+        contraction = radius.contract(token, summaries[radius.name])
         c_low = contraction.low if radii.c_low is None else radii.c_low * contraction.low
         c_high = contraction.high if radii.c_high is None else radii.c_high * contraction.high
         radii = Radii(base.low * c_low, base.high * c_high, c_low, c_high)
         gate = contraction.gate if gate is None else gate | contraction.gate
     objective = surrogate.objective(token, radii)
-    for _, penalty in config.active(Penalty):
+    for penalty in config.active(Penalty):
         objective = objective - penalty.penalty(token, radii)
     weight = None
-    for _, rule in config.active(Weight):
+    for rule in config.active(Weight):
         factor = jax.lax.stop_gradient(rule.weight(token))
         weight = factor if weight is None else weight * factor
     if weight is not None:
         objective = objective * weight
     keep = None
-    for _, mask in config.active(Mask):
+    for mask in config.active(Mask):
         kept = mask.keep(token, radii)
         keep = kept if keep is None else keep & kept
     if keep is not None:
@@ -192,10 +192,10 @@ def rule_summaries(
 ) -> dict[str, Any]:
     """The batch's summaries, and those of rules whose scope is this micro-batch or a device's rows of it."""
     summaries = dict(summary.rules)
-    for name, rule in config.active(Rule):
-        if name not in summaries:
-            shards = getattr(rule, "shards", 1)
-            summaries[name] = jax.lax.stop_gradient(
+    for rule in config.rules:
+        if rule.name not in summaries:
+            _, shards = rule.summary_scope()
+            summaries[rule.name] = jax.lax.stop_gradient(
                 rule.summarize(prepared.token, (make_ranker or ranker)(prepared, (), shards))
             )
     return summaries
@@ -247,7 +247,7 @@ def _why(config: LossConfig, array: str) -> str:
         return f"kl_loss_coef = {config.kl_loss_coef}"
     if array == "entropy":
         return f"entropy_coef = {config.entropy_coef}"
-    asking = [f"rule '{name}'" for name in config.rules if array in getattr(config, name).needs]
+    asking = [f"rule '{rule.name}'" for rule in config.rules if array in rule.needs]
     if DENOMINATOR_ARRAY[config.denominator] == array:
         asking.append(f"denominator '{config.denominator}'")
     return " and ".join(asking)

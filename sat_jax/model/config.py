@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
-from sat_jax.dataclass_json import nearest
+from sat_jax.names import nearest
 
 ModelType = Literal["qwen3_moe", "qwen3", "llama", "mixtral"]
 

@@ -1,4 +1,4 @@
-"""What ``figures`` are made of: style, palette, panels, bars, legends.
+"""What ``figures`` are made of: style, palette, lines, bars, ticks, and SVG for the page.
 
 Colour says which run, line style which series; with a single run, colour says which series. The palette is Okabe and
 Ito's, which stays apart under the common colour-vision deficiencies. Long runs are binned so that a figure stays small
@@ -7,33 +7,30 @@ while spikes stay visible: a line of means inside a band from minimum to maximum
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-from sat_jax.metrics import describe
-from sat_jax.runs.reader import Run
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 INK, MUTED, GRID = "#1f2a37", "#5c6773", "#d5dae1"
-"""Text, secondary text and grid lines. The report replaces these and ``PALETTE`` by its own light and dark variants."""
+"""Text, secondary text and grid lines. The page replaces these and ``PALETTE`` by its own light and dark variants."""
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#a65392", "#1795c5", "#b07900", "#5b4fbb", "#7a7a00")
 """Okabe and Ito's hues, the light ones darkened to at least 3:1 against white."""
 
 LINE_STYLES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
+BINS = 240
+
 # Any: matplotlib 3.11 types its settings as a Literal of all their names, earlier releases as strings.
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 9.0,
     "font.family": ["DejaVu Sans"],
     "text.color": INK,
@@ -41,6 +38,7 @@ _STYLE: Any = {
     "axes.labelsize": 8.5,
     "axes.titlesize": 9.0,
     "axes.titlelocation": "left",
+    "axes.titley": 1.0,
     "axes.titlecolor": INK,
     "axes.edgecolor": MUTED,
     "axes.linewidth": 0.7,
@@ -56,10 +54,11 @@ _STYLE: Any = {
     "ytick.labelsize": 8.0,
     "legend.frameon": False,
     "legend.fontsize": 8.0,
+    "legend.handlelength": 1.6,
+    "legend.handletextpad": 0.5,
+    "legend.columnspacing": 1.2,
     "lines.linewidth": 1.5,
     "lines.solid_capstyle": "round",
-    "axes.formatter.useoffset": False,
-    "figure.constrained_layout.use": True,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
@@ -67,29 +66,39 @@ _STYLE: Any = {
     "svg.hashsalt": "sat_jax",
 }
 
-Series = tuple[str, str]
-"""Metric name and the short label it has in a legend."""
-
-Plot = Callable[[Sequence[Run]], Figure]
-
-
-def styled(plot: Plot) -> Plot:
-    """Run a plot function under this module's style, whatever the process's own settings are."""
-
-    @functools.wraps(plot)
-    def wrapper(runs: Sequence[Run]) -> Figure:
-        if not runs:
-            raise ValueError("nothing to draw: 0 runs were given; give at least one")
-        with matplotlib.rc_context(_STYLE):
-            return plot(runs)
-
-    return wrapper
+# Inches. Fixed margins cost nothing; measuring every label for a layout took half of the drawing time.
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 5.0, 0.56, 0.14, 0.28, 0.46
+_HEIGHTS = {1: 3.9, 2: 3.9, 3: 4.6}
 
 
-def binned(
-    steps: np.ndarray, values: np.ndarray, bins: int = 240
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Neighbouring points merged into ``bins``: mean step, mean, minimum and maximum, each [bins].
+def new_figure(rows: int, gap: float, head: float) -> tuple[Figure, list[Axes]]:
+    """One to three panels, one above the other, as wide as a phone's screen at the font's natural size.
+
+    Args:
+        rows: how many.
+        gap: inches between two of them; where their titles and ticks go.
+        head: inches to leave above everything.
+    """
+    height = _HEIGHTS[rows] + head
+    panel = (height - head - _TOP - _BOTTOM - gap * (rows - 1)) / rows
+    figure = Figure(figsize=(_WIDTH, height))
+    figure.subplots_adjust(
+        left=_LEFT / _WIDTH,
+        right=1 - _RIGHT / _WIDTH,
+        top=1 - (head + _TOP) / height,
+        bottom=_BOTTOM / height,
+        hspace=gap / panel,
+    )
+    return figure, list(figure.subplots(rows, 1, squeeze=False)[:, 0])
+
+
+def look(i: int) -> tuple[str, Any]:
+    """Colour of run i; its line style changes once the colours are used up."""
+    return PALETTE[i % len(PALETTE)], LINE_STYLES[i // len(PALETTE) % len(LINE_STYLES)]
+
+
+def binned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Neighbouring points merged into ``BINS``: mean step, mean, minimum and maximum, each [BINS].
 
     Up to four times as many points stay as they are: with one or two points a bin, the range between minimum and
     maximum would be a line with a spike here and there.
@@ -98,9 +107,9 @@ def binned(
         steps: [N], rising.
         values: [N], finite.
     """
-    if len(steps) <= 4 * bins:
+    if len(steps) <= 4 * BINS:
         return steps.astype(np.float64), values, values, values
-    starts = np.unique(np.linspace(0, len(steps), bins, endpoint=False).astype(int))
+    starts = np.unique(np.linspace(0, len(steps), BINS, endpoint=False).astype(int))
     counts = np.diff(np.append(starts, len(steps)))
     mean_step = np.add.reduceat(steps.astype(np.float64), starts) / counts
     mean = np.add.reduceat(values, starts) / counts
@@ -116,140 +125,22 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     return (total[high] - total[low]) / (high - low)
 
 
-def compact(value: float) -> str:
-    """A large number in few characters: 950, 37.6k, 1.2M."""
-    for limit, suffix in ((1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g}{suffix}"
-    return f"{value:.3g}"
-
-
-def new_figure(rows: int, sharex: bool = True) -> tuple[Figure, list[Axes]]:
-    """A figure of one to three panels, one above the other, as wide as a phone's screen at the font's natural size."""
-    height = {1: 3.9, 2: 3.9, 3: 4.6}[rows]
-    figure = Figure(figsize=(5.0, height))
-    axes = figure.subplots(rows, 1, sharex=sharex, squeeze=False)[:, 0]
-    axes[-1].set_xlabel("learner step")
-    return figure, list(axes)
-
-
-def finish(figure: Figure, runs: Sequence[Run]) -> Figure:
-    """One legend for the runs of a comparison above everything; for a single run, one beside each panel's title."""
-    if len(runs) > 1:
-        styles = [look(i) for i in range(len(runs))]
-        proxies = [
-            Line2D([], [], color=c, linestyle=s, label=_short(r.name)) for r, (c, s) in zip(runs, styles, strict=True)
-        ]
-        columns = 2 if max(len(run.name) for run in runs) > 16 else 3
-        figure.set_figheight(figure.get_figheight() + 0.18 * -(-len(runs) // columns))
-        figure.legend(handles=proxies, loc="outside upper left", ncols=columns)
-    for axes in figure.axes:
-        handles, _ = axes.get_legend_handles_labels()
-        # A panel's only line is named by its title; a lone dashed line is a reference, which nothing else explains.
-        lone_reference = any(isinstance(handle, Line2D) and handle.get_linestyle() == "--" for handle in handles)
-        if axes.get_legend() is None and (len(handles) > 1 or lone_reference):
-            _legend(axes, handles)
-    return figure
-
-
-def _legend(axes: Axes, handles: Sequence[Any]) -> None:
-    """On the title's line, at the right: never over the data."""
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles), borderaxespad=0.1)
-
-
-def look(i: int) -> tuple[str, Any]:
-    """Colour of run i; its line style changes once the colours are used up."""
-    return PALETTE[i % len(PALETTE)], LINE_STYLES[i // len(PALETTE) % len(LINE_STYLES)]
-
-
-def _short(name: str, limit: int = 28) -> str:
-    return name if len(name) <= limit else name[: limit - 1] + "…"
-
-
-def draw(
-    axes: Axes,
-    runs: Sequence[Run],
-    series: Sequence[Series],
-    colors: Sequence[str],
-    faint: bool = False,
-    smooth: bool = True,
-) -> None:
-    """Lines of the given metrics: smoothed, with the raw values (or their range, where binned) behind them."""
-    for i, run in enumerate(runs):
-        for j, (key, label) in enumerate(series):
-            steps, values = run.series(key)
-            if not len(steps):
-                continue
-            single = len(runs) == 1
-            color = colors[j % len(colors)] if single else look(i)[0]
-            # Never colour alone: a second series of the same panel is dashed as well.
-            style = LINE_STYLES[j % len(LINE_STYLES)]
-            x, mean, low, high = binned(steps, values)
-            if len(x) < len(steps):
-                axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
-            elif smooth and len(x) >= 40 and len(runs) <= 3:
-                axes.plot(x, mean, color=color, alpha=0.3, linewidth=0.8)
-            marker = "." if len(x) == 1 else None
-            width = 1.0 if faint else 1.5
-            label = label if single else ""
-            line = smoothed(mean) if smooth else mean
-            axes.plot(x, line, color=color, linestyle=style, linewidth=width, marker=marker, label=label)
-
-
-def panel(
-    axes: Axes,
-    runs: Sequence[Run],
-    series: Sequence[Series],
-    title: str,
-    colors: Sequence[str] = PALETTE,
-    smooth: bool = True,
-) -> None:
-    """One titled panel with its unit; says so where none of its metrics was logged."""
-    draw(axes, runs, series, colors, smooth=smooth)
-    axes.set_title(title)
-    if axes.lines:
-        unit = describe(series[0][0]).unit
-        counted = unit in ("groups", "versions")
-        axes.set_ylabel("" if unit == "share" else unit)
-        axes.yaxis.set_major_locator(ticks(integer=counted))
-        if counted:
-            axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
-        else:
-            _widen_if_flat(axes)
-        if len(runs) > 1 and len(series) > 1:
-            styles = zip(series, LINE_STYLES, strict=False)
-            _legend(axes, [Line2D([], [], color=MUTED, linestyle=style, label=label) for (_, label), style in styles])
+def curve(axes: Axes, series: tuple[np.ndarray, np.ndarray], smooth: bool, behind: bool, **line: Any) -> None:
+    """One metric: smoothed or as it is, with its range, where binned, or its raw values ``behind`` it."""
+    steps, values = series
+    if not len(steps):
         return
-    names = ", ".join(key for key, _ in series)
-    axes.set_yticks([])
-    axes.grid(visible=False)
-    axes.text(0.5, 0.5, f"not logged: {names}", transform=axes.transAxes, ha="center", va="center", color=MUTED)
+    x, mean, low, high = binned(steps, values)
+    if len(x) < len(steps):
+        axes.fill_between(x, low, high, color=line["color"], alpha=0.2, linewidth=0)
+    elif smooth and behind and len(x) >= 40:
+        axes.plot(x, mean, color=line["color"], alpha=0.3, linewidth=0.8)
+    axes.plot(x, smoothed(mean) if smooth else mean, marker="." if len(x) == 1 else None, **line)
 
 
-def _widen_if_flat(axes: Axes) -> None:
-    """A constant gets a tenth of itself on either side; the last digits of its running mean are no news."""
-    low, high = axes.dataLim.intervaly
-    if high - low <= 1e-6 * abs(high):
-        margin = 0.1 * abs(high) or 0.05
-        axes.set_ylim(low - margin, high + margin)
-
-
-def bars(
-    axes: Axes,
-    counts: Sequence[Mapping[float, float]],
-    labels: Sequence[str] = (),
-    colors: Sequence[str] = PALETTE,
-    low: float | None = None,
-) -> None:
-    """Shares by value, one bar per series side by side; values too close for that are put into twenty equal bins.
-
-    ``low`` is the smallest abscissa to show, where nothing can lie below it.
-    """
+def bars(axes: Axes, counts: Sequence[Mapping[float, float]], colors: Sequence[str], labels: Sequence[str]) -> None:
+    """Shares by value, one bar per series side by side; values too close for that are put into twenty equal bins."""
     values = sorted({value for series in counts for value in series})
-    if not values:
-        axes.set_yticks([])
-        axes.grid(visible=False)
-        return
     span = values[-1] - values[0]
     step = min((b - a for a, b in itertools.pairwise(values)), default=1.0)
     if step < span / 24:  # many values, or some too close together for bars that can be seen
@@ -259,55 +150,51 @@ def bars(
         centres = np.array(values)
         edges = np.append(centres - step / 2, centres[-1] + step / 2)
     width = 0.86 * step / len(counts)
-    for i, series in enumerate(counts):
-        if not series:
-            continue
-        keys, weights = np.array(list(series)), np.array(list(series.values()), np.float64)
-        shares = np.histogram(keys, bins=edges, weights=weights)[0] / weights.sum()
-        offset = (i - (len(counts) - 1) / 2) * width
-        axes.bar(
-            centres + offset,
-            shares,
-            width=0.94 * width,
-            color=colors[i % len(colors)],
-            label=labels[i] if labels else "",
-        )
+    for i, (series, color, label) in enumerate(zip(counts, colors, labels, strict=True)):
+        if series:
+            keys, weights = np.array(list(series)), np.array(list(series.values()), np.float64)
+            shares = np.histogram(keys, bins=edges, weights=weights)[0] / weights.sum()
+            offset = (i - (len(counts) - 1) / 2) * width
+            axes.bar(centres + offset, shares, width=0.94 * width, color=color, label=label)
     axes.grid(visible=False, axis="x")
-    # One or two values would otherwise become bars as wide as the panel.
-    middle, half = (centres[0] + centres[-1]) / 2, max(3.0 * step, (centres[-1] - centres[0]) / 2 + 0.7 * step)
-    left = middle - half if low is None else max(low, middle - half)
-    axes.set_xlim(left, left + 2 * half)
-    if len(centres) <= 9 and low is None:
+    room = step * max(0.7, 3 - len(centres) / 2)  # a bar or two would otherwise be as wide as the panel
+    axes.set_xlim(centres[0] - room, centres[-1] + room)
+    if len(centres) <= 10:
         axes.set_xticks(centres)
-    percent_axis(axes)
+    axes.set_ylim(0)
+    ticks(axes.yaxis, percent)
 
 
-def percent_axis(axes: Axes, from_zero: bool = True) -> None:
-    """Shares as percentages; an empty panel is left alone."""
-    if axes.lines or axes.patches:
-        axes.set_ylim(0 if from_zero else None, max(axes.get_ylim()[1], 1e-3))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g}%"))
-        axes.yaxis.set_major_locator(ticks())
+def compact(value: float, digits: int = 3) -> str:
+    """A number in few characters: 0.95, 37.6k, 1.2M."""
+    for limit, suffix in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit * (1 - 0.5 * 10**-digits):
+            return f"{value / limit:.{digits}g}{suffix}"
+    return f"{value:.{digits}g}"
 
 
-def ticks(integer: bool = False, most: int = 5) -> MaxNLocator:
-    """At most ``most`` intervals, at steps of 1, 2 or 5."""
-    return MaxNLocator(nbins=most, steps=[1, 2, 5, 10], integer=integer)
+def percent(share: float) -> str:
+    """``0.0123`` as 1.23%."""
+    return f"{100 * share:.4g}%"
 
 
-def limit_to_usual(axes: Axes, values: np.ndarray) -> None:
-    """From zero to five times the median at most: the first step compiles, and must not flatten all the others."""
-    if len(values):
-        axes.set_ylim(0, 1.1 * float(values[values <= 5 * np.median(values)].max()))
+def tick_label(value: float) -> str:
+    """As ``compact``, with digits enough to tell neighbouring ticks apart."""
+    return compact(value, 6)
 
 
-def log_scale_if_wide(axes: Axes) -> None:
-    """A logarithmic axis where the lines span more than a factor of 30 and nothing is negative.
+def ticks(axis: Any, text: Any = tick_label, integer: bool = False) -> None:
+    """At most five intervals at steps of 1, 2 or 5, with ``text`` for labels."""
+    axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=integer))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+
+
+def log_scale_if_wide(axes: Axes, values: np.ndarray) -> None:
+    """A logarithmic axis where the values span more than a factor of 30 and none is negative.
 
     Values below a three-hundredth of the median fall off its lower end: at lag 0 a mismatch is rounding error, seven
     decades below all that follows.
     """
-    values = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.lines] or [np.zeros(0)])
     positive = values[values > 0]
     if not len(positive) or (values < 0).any():
         return
@@ -315,57 +202,53 @@ def log_scale_if_wide(axes: Axes) -> None:
     if shown.max() > 30 * shown.min():
         axes.set_yscale("log")
         axes.set_ylim(shown.min() / 1.3, shown.max() * 1.3)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if shown.max() < 300 * shown.min() else (1,)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
 
 
-def reference_line(axes: Axes, y: float, label: str = "") -> None:
+def reference_line(axes: Axes, y: float, label: str, dashes: tuple[int, int] = (5, 3)) -> None:
     """A dashed horizontal line, named in the legend."""
-    axes.axhline(y, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label=label)
+    axes.axhline(y, color=INK, linewidth=0.9, linestyle=(0, dashes), label=label)
 
 
-def last_numbers(axes: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
-    """The last value of each line at its right end; values that are close are moved apart. ``ends``: x, y, colour."""
-    low, high = axes.get_ylim()
-    gap = 0.075 * (high - low)
-    ends = sorted(ends, key=lambda end: end[1])
-    heights: list[float] = []
-    for _, y, _ in ends:
-        heights.append(max(y, heights[-1] + gap) if heights else y)
-    overflow = max(0.0, heights[-1] - (high - gap / 2))
-    for (x, y, color), height in zip(ends, heights, strict=True):
-        text = axes.annotate(f"{y:.3f}", (x, height - overflow), xytext=(6, 0), textcoords="offset points")
-        text.set(va="center", fontsize=8, color=color, annotation_clip=False)
-    right = max(x for x, _, _ in ends)
-    axes.set_xlim(right=right + 0.1 * max(right - axes.get_xlim()[0], 1.0))
+def legend(axes: Axes) -> None:
+    """Of what is labelled, on the title's line at the right: never over the data."""
+    handles, _ = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(
+            handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles), borderaxespad=0.1
+        )
 
 
-def number_label(axes: Axes, step: float, value: float, color: str) -> None:
-    """The value below its marker: the lines that come with an accuracy curve run above it."""
-    axes.annotate(
-        f"{value:.2f}",
-        (step, value),
-        xytext=(0, -6),
-        textcoords="offset points",
-        ha="center",
-        va="top",
-        fontsize=8,
-        fontweight="bold",
-        color=color,
-        zorder=4,
-    )
+def note(axes: Axes, text: str) -> None:
+    """An empty panel that says why."""
+    axes.set_yticks([])
+    axes.grid(visible=False)
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
+
+
+def number(axes: Axes, x: float, y: float, text: str, color: str, shift: tuple[float, float]) -> None:
+    """A number beside a point, ``shift`` points away from it."""
+    label = axes.annotate(text, (x, y), xytext=shift, textcoords="offset points")
+    label.set(va="center", ha="left" if shift[0] else "center", fontsize=8, fontweight="bold", color=color)
+    label.set_annotation_clip(False)
 
 
 def to_svg(figure: Figure, prefix: str) -> str:
     """The figure as an ``<svg>`` element for a page; text stays text, and the same figure gives the same bytes.
 
+    Colours are variables of the page's style sheet, so that figures follow the reader's light or dark theme.
     ``prefix`` goes in front of every id, so that several figures can stand in one page.
     """
     buffer = io.StringIO()
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = buffer.getvalue()
     svg = re.sub(r'<g id="[^"]*">', "<g>", svg[svg.index("<svg") :])
     svg = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     # A hundredth of a point is far below a pixel, and most of the file would be further digits. Only inside tags: text
     # between them is what the reader sees.
-    return re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), svg).replace("\n", " ").strip()
+    svg = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), svg).replace("\n", " ").strip()
+    variables = {INK: "ink", MUTED: "muted", GRID: "grid"} | {color: f"c{i}" for i, color in enumerate(PALETTE)}
+    return re.sub("|".join(variables), lambda color: f"var(--{variables[color[0]]})", svg)

@@ -1,231 +1,272 @@
-"""Figures of a run: every function takes runs that were read and returns a matplotlib ``Figure``; no global state."""
+"""Figures from declarations: a ``Panel`` says which metrics it shows; how they are drawn follows from their units.
+
+``contents.PANELS`` holds the panels of the page. No global state of matplotlib is touched.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.lines import Line2D
 
-from sat_jax.report.figure_parts import (
-    PALETTE,
-    Series,
-    bars,
-    binned,
-    compact,
-    draw,
-    finish,
-    last_numbers,
-    limit_to_usual,
-    log_scale_if_wide,
-    look,
-    new_figure,
-    number_label,
-    panel,
-    percent_axis,
-    reference_line,
-    styled,
-    ticks,
-)
+from sat_jax.metrics import describe
+from sat_jax.report import figure_parts as parts
+from sat_jax.report.figure_parts import LINE_STYLES, MUTED, PALETTE, look
 from sat_jax.runs.reader import Run
 
+COUNTS = ("groups", "versions")
+"""Units drawn from zero with whole numbers on the axis."""
 
-@styled
-def learning_curve(runs: Sequence[Run]) -> Figure:
-    """Held-out avg@k with numbers at the first, best and last; for a single run also pass@k and the training reward."""
-    figure, (axes,) = new_figure(1)
-    single = len(runs) == 1
-    if single:
-        draw(axes, runs, [("rollout/reward_mean", "training reward")], colors=PALETTE[1:], faint=True)
-        steps, values = runs[0].evaluation_series("pass@k")
+CLOCKED = ("tokens/s", "s")
+"""Units drawn from zero to five times the median: the first step compiles, and must not flatten all the others."""
+
+Marks = Callable[[Run], Iterable[tuple[float, str]]]
+"""Heights of reference lines, with their names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Metrics over learner steps.
+
+    Attributes:
+        title: above the axis; the unit is added.
+        series: label in the legend by metric; a lone one needs none.
+        log: logarithmic where the values span more than a factor of 30.
+        from_zero: whatever the values are.
+        marks: reference lines of a run.
+    """
+
+    title: str
+    series: Mapping[str, str]
+    log: bool = False
+    from_zero: bool = False
+    marks: Marks = lambda run: ()
+    axis: str = "learner step"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self.series)
+
+    @property
+    def unit(self) -> str:
+        return describe(self.keys[0]).unit
+
+    @property
+    def heading(self) -> str:
+        said = self.unit in ("", "share", *self.title.split())
+        return self.title if said else f"{self.title} ({self.unit})"
+
+    def logged(self, run: Run) -> bool:
+        return any(len(run.series(key)[0]) for key in self.series)
+
+    def draw(self, axes: Axes, runs: Sequence[Run], colors: Mapping[str, str]) -> None:
+        single = len(runs) == 1
+        axes.set_title(self.heading)
+        styles = dict(zip(self.series, LINE_STYLES, strict=False))  # never colour alone
+        for i, run in enumerate(runs):
+            for key, label in self.series.items():
+                color, name = (colors[label or key], label) if single else (look(i)[0], "")
+                smooth = self.unit not in (*CLOCKED, "versions")
+                line = {"color": color, "linestyle": styles[key], "label": name}
+                parts.curve(axes, run.series(key), smooth, behind=len(runs) <= 3, **line)
+        if len(self.series) > 1 and not single:
+            for key, label in self.series.items():
+                axes.plot([], [], color=MUTED, linestyle=styles[key], label=label)
+        marks = sorted({mark for run in runs for mark in self.marks(run)})
+        for i, (height, name) in enumerate(marks):
+            parts.reference_line(axes, height, name, dashes=((5, 3), (2, 2))[i % 2])
+        logged = [run.series(key)[1] for run in runs for key in self.series]
+        self._scale(axes, np.concatenate([*logged, [height for height, _ in marks]]))
+
+    def _scale(self, axes: Axes, values: np.ndarray) -> None:
+        unit = self.unit
+        parts.ticks(axes.yaxis, parts.percent if unit == "share" else parts.tick_label, integer=unit in COUNTS)
+        low, high = axes.dataLim.intervaly
+        if unit in CLOCKED:
+            axes.set_ylim(0, 1.1 * float(values[values <= 5 * np.median(values)].max()) or 1.0)
+        elif unit in COUNTS:
+            axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
+        elif unit == "share":
+            axes.set_ylim(0 if low <= 0.5 else None, min(max(1e-3, axes.get_ylim()[1]), 1.01))
+        elif self.from_zero:
+            axes.set_ylim(0)
+        elif self.log:
+            parts.log_scale_if_wide(axes, values)
+        elif high - low <= 1e-6 * abs(high):  # the last digits of a constant's running mean are no news
+            margin = 0.1 * abs(high) or 0.05
+            axes.set_ylim(low - margin, high + margin)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked(Lines):
+    """Two times: of a single run on top of each other, so that their sum shows."""
+
+    def draw(self, axes: Axes, runs: Sequence[Run], colors: Mapping[str, str]) -> None:
+        (steps, lower), (other, upper) = (runs[0].series(key) for key in self.series)
+        if len(runs) > 1 or not np.array_equal(steps, other):
+            super().draw(axes, runs, colors)
+            return
+        x, below, _, _ = parts.binned(steps, lower)
+        _, above, _, _ = parts.binned(steps, upper)
+        first, second = self.series.values()
+        axes.set_title(self.heading)
+        axes.fill_between(x, 0, below, color=colors[first], alpha=0.8, linewidth=0, label=first)
+        axes.fill_between(x, below, below + above, color=colors[second], alpha=0.55, linewidth=0, label=second)
+        self._scale(axes, lower + upper)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """A histogram metric: of one run in its first, middle and last third, of several in the last."""
+
+    title: str
+    key: str
+    axis: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.key,)
+
+    def logged(self, run: Run) -> bool:
+        return any(run.histograms.get(self.key, ()))
+
+    def draw(self, axes: Axes, runs: Sequence[Run], colors: Mapping[str, str]) -> None:
+        if len(runs) == 1:
+            axes.set_title(self.title)
+            names = ("first third", "middle", "last third")
+            parts.bars(axes, self.thirds(runs[0]), (PALETTE[5], PALETTE[4], PALETTE[0]), names)
+        else:
+            axes.set_title(f"{self.title}, last third")
+            last = [self.thirds(run)[-1] for run in runs]
+            parts.bars(axes, last, [look(i)[0] for i in range(len(runs))], [""] * len(runs))
+
+    def thirds(self, run: Run) -> list[dict[float, int]]:
+        """How often each value occurred in each third of the run."""
+        logged = run.histograms.get(self.key, ())
+        totals: list[Counter[float]] = [Counter(), Counter(), Counter()]
+        for i, histogram in enumerate(logged):
+            totals[3 * i // len(logged)].update({float(value): count for value, count in histogram.items()})
+        return [dict(total) for total in totals]
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningCurve:
+    """Held-out avg@k with its last number; for a single run also first and best, pass@k, and a training metric."""
+
+    title: str
+    training: Mapping[str, str]
+    axis: str = "learner step"
+    keys: tuple[str, ...] = ()
+
+    def logged(self, run: Run) -> bool:
+        return bool(run.evaluations)
+
+    def draw(self, axes: Axes, runs: Sequence[Run], colors: Mapping[str, str]) -> None:
+        if len(runs) == 1:
+            self._single(axes, runs[0])
+        else:
+            axes.set_title(self.title)
+            self._compared(axes, runs)
+        low, high = axes.get_ylim()
+        if low >= -0.1 and high <= 1.2:
+            axes.set_ylim(0, 1.09)
+            axes.set_yticks(np.linspace(0, 1, 6))
+
+    def _single(self, axes: Axes, run: Run) -> None:
+        for key, label in self.training.items():
+            series = run.series(key)
+            if len(series[0]):
+                parts.curve(axes, series, smooth=True, behind=True, color=PALETTE[1], linewidth=1.0, label=label)
+        steps, values = run.evaluation_series("pass@k")
         if len(values):
-            label = f"held-out {at_k(runs[0], 'pass')}"
+            label = f"held-out {at_k(run, 'pass')}"
             axes.plot(steps, values, color=PALETTE[2], linestyle="--", linewidth=1.1, marker=".", label=label)
-    ends: list[tuple[float, float, str]] = []
-    for i, run in enumerate(runs):
         steps, values = run.evaluation_series("avg@k")
-        if not len(values):
-            continue
-        color, style = look(i)
-        label = f"held-out {at_k(run)}" if single else ""
-        axes.plot(steps, values, color=color, linestyle=style, marker="o", markersize=4, label=label, zorder=3)
-        ends.append((float(steps[-1]), float(values[-1]), color))
-        for j in sorted({0, int(np.argmax(values)), len(values) - 1}) if single else ():
-            number_label(axes, steps[j], values[j], color)
-    if not any(run.evaluations for run in runs):
-        axes.set_title("no evaluations yet")
-    low, high = axes.get_ylim()
-    if low >= -0.1 and high <= 1.2:
-        axes.set_ylim(0, 1.09)
-        axes.set_yticks(np.linspace(0, 1, 6))
-    if ends and not single:
-        last_numbers(axes, ends)
-    axes.set_ylabel("accuracy and reward" if single else "held-out accuracy")
-    return finish(figure, runs)
+        axes.plot(steps, values, color=PALETTE[0], marker="o", markersize=4, label=f"held-out {at_k(run)}", zorder=3)
+        for i in sorted({0, int(np.argmax(values)), len(values) - 1}):
+            # Below its marker: the lines that come with an accuracy curve run above it.
+            parts.number(axes, steps[i], values[i], f"{values[i]:.2f}", PALETTE[0], (0, -11))
+
+    def _compared(self, axes: Axes, runs: Sequence[Run]) -> None:
+        ends = []
+        for i, run in enumerate(runs):
+            steps, values = run.evaluation_series("avg@k")
+            if len(values):
+                color, style = look(i)
+                axes.plot(steps, values, color=color, linestyle=style, marker="o", markersize=4, zorder=3)
+                ends.append((float(values[-1]), float(steps[-1]), color))
+        axes.set_xlim(right=1.12 * max(step for _, step, _ in ends) or 1.0)
+        if len(ends) <= 4:  # more would stand on each other; the table of runs has them all
+            heights = [-np.inf]
+            for value, _, _ in sorted(ends):
+                heights.append(max(value, heights[-1] + 0.05 * max(1.0, axes.get_ylim()[1])))
+            apart = np.array(heights[1:]) - [value for value, _, _ in sorted(ends)]
+            for (value, step, color), moved in zip(sorted(ends), apart - apart.mean(), strict=True):
+                parts.number(axes, step, value + moved, f"{value:.3f}", color, (7, 0))
 
 
-@styled
-def mismatch(runs: Sequence[Run]) -> Figure:
-    """``d_bar`` and SAT's q over training, with the edge ``log(1 + eps)`` beyond which SAT changes nothing."""
-    figure, (top, bottom) = new_figure(2)
-    panel(top, runs, [("train/d_bar", "")], "mismatch d̄: mean |log ratio|")
-    panel(bottom, runs, [("sat/q", "")], "SAT quantile q", colors=PALETTE[1:])
-    for axes in (top, bottom):
-        log_scale_if_wide(axes)
-    edges = sorted({math.log1p(eps) for run in runs if (eps := run.setting("loss.eps_high")) is not None})
-    if edges and bottom.lines:
-        low, high = bottom.get_ylim()
-        room = 2.2 if bottom.get_yscale() == "log" else 1.22
-        bottom.set_ylim(low, max(high, edges[-1] * room))
-        for edge in edges:
-            reference_line(bottom, edge, f"log(1 + ε) = {edge:.3f}: SAT is inert above")
-    return finish(figure, runs)
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One card of the page: a figure of one to three parts, with what it is about in words."""
+
+    title: str
+    caption: str
+    parts: tuple[Lines | Distribution | LearningCurve, ...]
+
+    def missing(self, runs: Sequence[Run]) -> str:
+        """What stands in place of the figure where none of the runs has anything to draw; else empty."""
+        return "" if any(part.logged(run) for part in self.parts for run in runs) else _absent(self.parts)
 
 
-@styled
-def radii(runs: Sequence[Run]) -> Figure:
-    """Mean clip radii after contraction, and the strongest contraction in each batch."""
-    figure, (top, bottom) = new_figure(2)
-    panel(top, runs, [("sat/eps_low_mean", "lower"), ("sat/eps_high_mean", "upper")], "mean clip radius ε·c")
-    panel(
-        bottom,
-        runs,
-        [("sat/c_low_min", "lower"), ("sat/c_high_min", "upper")],
-        "smallest contraction c (1: none)",
-    )
-    if top.lines:
-        for eps in sorted({run.setting(f"loss.eps_{side}") for run in runs for side in ("low", "high")} - {None}):
-            reference_line(top, eps, f"nominal ε = {eps:g}")
-    if bottom.lines:
-        bottom.set_ylim(0, 1.05)
-    return finish(figure, runs)
+def draw(panel: Panel, runs: Sequence[Run]) -> Figure:
+    """The figure of a panel, of one run or of several compared; a part that nobody logged says so.
+
+    Raises:
+        ValueError: no run was given.
+    """
+    if not runs:
+        raise ValueError("nothing to draw: 0 runs were given; give at least one")
+    columns = 2 if max(len(run.name) for run in runs) > 16 else 3
+    names = runs if len(runs) > 1 else ()
+    shared = len({part.axis for part in panel.parts}) == 1
+    with matplotlib.rc_context(parts.STYLE):
+        head = 0.18 * -(-len(names) // columns)
+        figure, all_axes = parts.new_figure(len(panel.parts), gap=0.3 if shared else 0.66, head=head)
+        for axes, part in zip(all_axes, panel.parts, strict=True):
+            if any(part.logged(run) for run in runs):
+                part.draw(axes, runs, _colors(panel))
+            else:
+                axes.set_title(part.title)
+                parts.note(axes, _absent([part]))
+            parts.legend(axes)
+            if isinstance(part, Lines):
+                steps = np.concatenate([run.steps for run in runs]) if any(len(run.steps) for run in runs) else [0]
+                room = max(0.03 * np.ptp(steps), 0.5)
+                axes.set_xlim(np.min(steps) - room, np.max(steps) + room)
+            if not isinstance(part, Distribution):
+                parts.ticks(axes.xaxis, integer=True)
+            if axes is all_axes[-1] or not shared:
+                axes.set_xlabel(part.axis)
+            else:
+                axes.tick_params(labelbottom=False)
+        if names:
+            lines = [Line2D([], [], color=look(i)[0], linestyle=look(i)[1]) for i in range(len(runs))]
+            figure.legend(lines, [_short(run.name) for run in runs], loc="upper left", ncols=columns, borderaxespad=0.1)
+    return figure
 
 
-@styled
-def rates(runs: Sequence[Run]) -> Figure:
-    """Shares of active tokens: gated, clipped at all, and newly cut by SAT."""
-    figure, (top, bottom) = new_figure(2)
-    series = [("sat/gate_rate", "gated by SAT"), ("train/clip_fraction", "clipped at all")]
-    panel(top, runs, series, "gate and clip rate")
-    panel(bottom, runs, [("sat/intercept_rate", "")], "intercept rate: newly cut by SAT", colors=PALETTE[2:])
-    for axes in (top, bottom):
-        percent_axis(axes)
-    return finish(figure, runs)
-
-
-@styled
-def staleness(runs: Sequence[Run]) -> Figure:
-    """Lag in policy versions: mean and maximum over training, and its distribution over tokens."""
-    figure, (top, bottom) = new_figure(2, sharex=False)
-    panel(
-        top,
-        runs,
-        [("async/staleness_mean", "mean"), ("async/staleness_max", "maximum")],
-        "lag over training",
-        smooth=False,
-    )
-    top.set_xlabel("learner step")
-    counted = [staleness_counts(run) for run in runs]
-    origin = next((origin for counts, origin in counted if counts), "")
-    bars(bottom, [counts for counts, _ in counted], low=-0.7)
-    bottom.set_title(f"distribution over {origin}" if origin else "no lags logged")
-    bottom.set_xlabel("lag (policy versions)")
-    bottom.xaxis.set_major_locator(ticks(integer=True, most=10))
-    return finish(figure, runs)
-
-
-@styled
-def optimisation(runs: Sequence[Run]) -> Figure:
-    """KL against the reference, entropy and gradient norm."""
-    figure, axes = new_figure(3)
-    panel(axes[0], runs, [("train/kl_loss", "")], "KL to the reference policy")
-    panel(axes[1], runs, [("train/entropy", "")], "entropy of the policy", colors=PALETTE[2:])
-    panel(axes[2], runs, [("train/grad_norm", "")], "gradient norm", colors=PALETTE[3:])
-    return finish(figure, runs)
-
-
-@styled
-def throughput(runs: Sequence[Run]) -> Figure:
-    """Tokens per second of engine and learner, and where the learner's time goes."""
-    figure, (top, bottom) = new_figure(2)
-    rates_of = [("rollout/tokens_per_s", "sampled"), ("perf/tokens_per_s", "trained on")]
-    times_of = [("perf/step_time_s", "learner step"), ("perf/rollout_wait_s", "waiting for rollouts")]
-    panel(top, runs, rates_of, "tokens per second", smooth=False)
-    limit_to_usual(top, _all_values(runs, rates_of))
-    top.yaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
-    if len(runs) > 1 or not _stack(bottom, runs[0], times_of):
-        panel(bottom, runs, times_of, "time per learner step", smooth=False)
-        limit_to_usual(bottom, _all_values(runs, times_of))
-    return finish(figure, runs)
-
-
-@styled
-def rewards(runs: Sequence[Run]) -> Figure:
-    """Distribution of rewards in the first, middle and last third of the run, and groups without a learning signal."""
-    figure, (top, bottom) = new_figure(2, sharex=False)
-    if len(runs) == 1:
-        thirds, origin = reward_thirds(runs[0])
-        bars(top, thirds, labels=("first third", "middle", "last third"), colors=(PALETTE[5], PALETTE[4], PALETTE[0]))
-    else:
-        last = [reward_thirds(run) for run in runs]
-        bars(top, [thirds[-1] for thirds, _ in last])
-        origin = next((origin for thirds, origin in last if thirds[-1]), "")
-    scope = "" if len(runs) == 1 else " in the last third"
-    top.set_title(f"rewards of {origin}{scope}" if origin else "no rewards logged")
-    top.set_xlabel("reward")
-    panel(bottom, runs, [("rollout/zero_std_groups", "")], "groups whose rewards are all equal", colors=PALETTE[3:])
-    bottom.set_xlabel("learner step")
-    return finish(figure, runs)
-
-
-@styled
-def responses(runs: Sequence[Run]) -> Figure:
-    """Response length and the share cut off by the token budget."""
-    figure, (top, bottom) = new_figure(2)
-    panel(top, runs, [("rollout/response_len_mean", "")], "mean response length")
-    panel(bottom, runs, [("rollout/truncated_ratio", "")], "ended by the token budget", colors=PALETTE[1:])
-    percent_axis(bottom)
-    return finish(figure, runs)
-
-
-@styled
-def asynchrony(runs: Sequence[Run]) -> Figure:
-    """Queue level, groups dropped as stale, and how often the learner's router agrees with the engine's."""
-    figure, axes = new_figure(3)
-    panel(axes[0], runs, [("async/queue_groups", "")], "groups waiting in the queue")
-    panel(axes[1], runs, [("async/dropped_stale", "")], "groups dropped as stale", colors=PALETTE[1:])
-    panel(axes[2], runs, [("moe/router_agreement", "")], "expert sets learner and engine agree on", colors=PALETTE[2:])
-    percent_axis(axes[2], from_zero=False)
-    return finish(figure, runs)
-
-
-def staleness_counts(run: Run) -> tuple[dict[float, float], str]:
-    """Tokens by lag over the whole run, and where they come from: every batch's histogram, else the logged samples."""
-    logged = [h for h in run.histograms.get("async/staleness_histogram", ()) if h]
-    if logged:
-        return _total(logged), "all active tokens"
-    counts: Counter[float] = Counter()
-    for sample in run.samples:
-        # A sample's step is the learner version after training on it, so the version trained was one less.
-        counts.update(float(sample["step"] - 1 - version) for version in sample.get("policy_versions") or ())
-    return dict(counts), "tokens of the logged samples" if counts else ""
-
-
-def reward_thirds(run: Run) -> tuple[list[dict[float, float]], str]:
-    """Responses by reward in the three thirds of the run, and where they come from, as in ``staleness_counts``."""
-    logged = [h for h in run.histograms.get("rollout/reward_histogram", ()) if h]
-    if logged:
-        cuts = np.linspace(0, len(logged), 4).round().astype(int)
-        return [_total(logged[a:b]) for a, b in itertools.pairwise(cuts)], "all responses"
-    values = [float(sample["reward"]) for sample in run.samples if sample.get("reward") is not None]
-    cuts = np.linspace(0, len(values), 4).round().astype(int)
-    thirds = [dict(Counter(values[a:b])) for a, b in itertools.pairwise(cuts)]
-    return [{k: float(v) for k, v in third.items()} for third in thirds], "the logged samples" if values else ""
+def _colors(panel: Panel) -> dict[str, str]:
+    """Colour of each series of a single run, by label or metric: those of one label in two parts share theirs."""
+    lines = [part.series for part in panel.parts if isinstance(part, Lines)]
+    labels = dict.fromkeys(label or key for series in lines for key, label in series.items())
+    return dict(zip(labels, itertools.cycle(PALETTE), strict=False))
 
 
 def at_k(run: Run, kind: str = "avg") -> str:
@@ -233,28 +274,10 @@ def at_k(run: Run, kind: str = "avg") -> str:
     return f"{kind}@{run.evaluations[-1].get('k', 'k')}" if run.evaluations else f"{kind}@k"
 
 
-def _total(histograms: Iterable[Mapping[str, int]]) -> dict[float, float]:
-    total: Counter[float] = Counter()
-    for histogram in histograms:
-        for value, count in histogram.items():
-            total[float(value)] += count
-    return {value: float(count) for value, count in total.items()}
+def _absent(empty: Sequence[Lines | Distribution | LearningCurve]) -> str:
+    keys = [key for part in empty for key in part.keys]
+    return f"not logged: {', '.join(keys)}" if keys else "no evaluations yet"
 
 
-def _all_values(runs: Sequence[Run], series: Sequence[Series]) -> np.ndarray:
-    return np.concatenate([run.series(key)[1] for run in runs for key, _ in series])
-
-
-def _stack(axes: Axes, run: Run, series: Sequence[Series]) -> bool:
-    """Two times on top of each other, so that their sum shows; False, and nothing drawn, where either is missing."""
-    (steps, lower), (other, upper) = (run.series(key) for key, _ in series)
-    if not len(steps) or not np.array_equal(steps, other):
-        return False
-    limit_to_usual(axes, lower + upper)
-    x, lower, _, _ = binned(steps, lower)
-    _, upper, _, _ = binned(steps, upper)
-    axes.fill_between(x, 0, lower, color=PALETTE[4], alpha=0.8, linewidth=0, label=series[0][1])
-    axes.fill_between(x, lower, lower + upper, color=PALETTE[5], alpha=0.55, linewidth=0, label=series[1][1])
-    axes.set_title("time per learner step")
-    axes.set_ylabel("s")
-    return True
+def _short(name: str, limit: int = 28) -> str:
+    return name if len(name) <= limit else name[: limit - 1] + "…"

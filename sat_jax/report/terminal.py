@@ -20,30 +20,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sat_jax.runs.reader import Run, outcome, sat_window
+from sat_jax.report.contents import FIELDS, duration, facts, shown
+from sat_jax.runs.reader import Run
 
+EVERY = 10
+"""Steps between two plain lines; the live panel shows every step."""
+
+_LINE_FIELDS = 8
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-
-# label, metric, format; {} gets the value. Percentages are of active tokens.
-_FIELDS: tuple[tuple[str, str, str], ...] = (
-    ("reward", "rollout/reward_mean", "{:.3f}"),
-    ("accuracy", "rollout/accuracy", "{:.1%}"),
-    ("d_bar", "train/d_bar", "{:.3g}"),
-    ("q", "sat/q", "{:.3g}"),
-    ("gate", "sat/gate_rate", "{:.1%}"),
-    ("intercept", "sat/intercept_rate", "{:.2%}"),
-    ("clip", "train/clip_fraction", "{:.1%}"),
-    ("KL", "train/kl_loss", "{:.4f}"),
-    ("entropy", "train/entropy", "{:.3f}"),
-    ("grad norm", "train/grad_norm", "{:.3g}"),
-    ("lag", "async/staleness_mean", "{:.1f}"),
-    ("lag max", "async/staleness_max", "{:.0f}"),
-    ("queue", "async/queue_groups", "{:.0f}"),
-    ("dropped", "async/dropped_stale", "{:.0f}"),
-    ("tokens/s", "rollout/tokens_per_s", "{:,.0f}"),
-)
-
-_LINE_FIELDS = ("reward", "accuracy", "d_bar", "q", "gate", "lag", "queue", "tokens/s")
 
 
 class Display:
@@ -53,7 +37,6 @@ class Display:
         total_steps: learner steps of the whole run.
         name: what the panel is headed with.
         start_step: the learner version at the start; above 0 for a resumed run.
-        every: steps between two plain lines; the live panel shows every step.
         console: where to; by default rich's own view of standard output, which honours ``NO_COLOR`` and ``TERM=dumb``.
         clock: monotonic seconds.
     """
@@ -62,18 +45,15 @@ class Display:
         self,
         total_steps: int,
         *,
-        name: str = "",
+        name: str = "sat_jax",
         start_step: int = 0,
-        every: int = 10,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._console = console if console is not None else Console()
-        self._clock = clock
-        self._total, self._start, self._step = total_steps, start_step, start_step
-        self._name, self._every = name, max(1, every)
-        self._began = clock()
-        self._metrics: dict[str, float] = {}
+        self._clock, self._began = clock, clock()
+        self._name, self._total, self._start, self._step = name, total_steps, start_step, start_step
+        self._shown: dict[str, str] = {}
         self._phase = "starting"
         self._rewards: list[float] = []
         self._evaluations: list[tuple[int, float, str]] = []
@@ -81,13 +61,7 @@ class Display:
         self._pace: collections.deque[tuple[float, int]] = collections.deque(maxlen=50)
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(
-                console=self._console,
-                get_renderable=self.render,
-                refresh_per_second=4,
-                screen=False,
-                vertical_overflow="crop",
-            )
+            self._live = Live(console=self._console, get_renderable=self.render, vertical_overflow="crop")
 
     def __enter__(self) -> Display:
         if self._live is not None:
@@ -112,21 +86,22 @@ class Display:
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A learner step is done; ``metrics`` as they go to metrics.jsonl, other keys are ignored."""
         self._step, self._phase = step, "training"
-        self._metrics = {key: float(metrics[key]) for _, key, _ in _FIELDS if metrics.get(key) is not None}
+        known = {label: key for label, key in FIELDS.items() if metrics.get(key) is not None}
+        self._shown = {label: shown(key, float(metrics[key])) for label, key in known.items()}
         self._pace.append((self._clock(), step))
-        if "rollout/reward_mean" in self._metrics:
-            self._rewards.append(self._metrics["rollout/reward_mean"])
-        if self._live is None and (step % self._every == 0 or step == self._total or step == self._start + 1):
+        if "reward" in known:
+            self._rewards.append(float(metrics[known["reward"]]))
+        if self._live is None and (step % EVERY == 0 or step in (self._total, self._start + 1)):
             self.message(self.line())
 
     def evaluation(self, step: int, results: Mapping[str, Any]) -> None:
         """An evaluation is done; ``results`` as they go to evaluations.jsonl."""
-        at_k = f"avg@{results.get('k', 'k')}"
-        self._evaluations.append((step, float(results["avg@k"]), at_k))
+        k = results.get("k", "k")
+        self._evaluations.append((step, float(results["avg@k"]), f"avg@{k}"))
         passed = results.get("pass@k")
-        more = f", pass@{results.get('k', 'k')} {passed:.3f}" if passed is not None else ""
+        more = f", pass@{k} {passed:.3f}" if passed is not None else ""
         problems = f" on {results['problems']} held-out problems" if "problems" in results else ""
-        self.message(f"evaluation at step {step}: {at_k} {results['avg@k']:.3f}{more}{problems}")
+        self.message(f"evaluation at step {step}: avg@{k} {results['avg@k']:.3f}{more}{problems}")
 
     def seconds_left(self) -> float | None:
         """Estimate from the pace of the last fifty steps; None before two of them are done."""
@@ -137,45 +112,45 @@ class Display:
 
     def line(self) -> str:
         """The current step as one plain line."""
-        shown = {label: text.format(self._metrics[key]) for label, key, text in _FIELDS if key in self._metrics}
-        parts = [
-            f"step {self._step}/{self._total}",
-            *(f"{name} {shown[name]}" for name in _LINE_FIELDS if name in shown),
-        ]
+        fields = [f"{label} {self._shown[label]}" for label in list(FIELDS)[:_LINE_FIELDS] if label in self._shown]
         left = self.seconds_left()
-        return "  ".join([*parts, *([] if left is None else [f"left {duration(left)}"])])
+        return "  ".join(
+            [f"step {self._step}/{self._total}", *fields, *([] if left is None else [f"left {duration(left)}"])]
+        )
 
     def render(self) -> RenderableType:
         """The live panel."""
-        width = self._console.width
+        width, left = self._console.width, self.seconds_left()
+        times = "" if left is None else f"{duration(left)} left"
+        if width >= 70:
+            times = f"{duration(self._clock() - self._began)} elapsed" + (f", {times}" if times else "")
+        bar = ProgressBar(
+            total=max(self._total, 1), completed=self._step, complete_style="blue", finished_style="green"
+        )
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
         head.add_column(no_wrap=True, justify="right")
-        left = self.seconds_left()
-        times = f"{duration(self._clock() - self._began)} elapsed" + (
-            "" if left is None else f", {duration(left)} left"
-        )
-        head.add_row(
-            f"step [bold]{self._step}[/]/{self._total}",
-            ProgressBar(total=max(self._total, 1), completed=self._step, complete_style="blue", finished_style="green"),
-            times if width >= 60 else "" if left is None else duration(left),
-        )
-        parts: list[RenderableType] = [head]
-        if self._metrics:
-            parts.append(self._table(max(1, min(4, (width - 4) // 23))))
-        curve = self._curve(width - 24)
-        if curve is not None:
-            parts.append(curve)
-        title = Text.assemble((self._name or "sat_jax", "bold"), (f"  {self._phase}", "dim"))
+        head.add_row(f"step [bold]{self._step}[/]/{self._total}", bar, times)
+        title = Text.assemble((self._name, "bold"), (f"  {self._phase}", "dim"))
+        parts: list[RenderableType] = [head, self._table(max(1, min(4, (width - 4) // 23))), *self._curve(width - 24)]
         return Panel(Group(*parts), title=title, title_align="left", border_style="dim", padding=(0, 1))
 
     def summary(self, run: Run) -> None:
         """The outcome of the run as a table; the run is read back from its folder, so that resumed parts count too."""
-        self._console.print(summary_table(run))
+        table = Table(title=f"{run.name}: what came out", title_justify="left", show_header=False, title_style="bold")
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column()
+        for fact in facts(run):
+            value, detail = self._encodable(fact.value), self._encodable(fact.detail)
+            style = "bold red" if fact.alarming else "bold"
+            table.add_row(fact.label, Text.assemble((value, style), "  ", (detail, "dim")))
+        for notice in run.notices:
+            table.add_row("[yellow]note[/]", Text(self._encodable(notice)))
+        self._console.print(table)
 
     def _table(self, columns: int) -> Table:
-        shown = [(label, text.format(self._metrics[key])) for label, key, text in _FIELDS if key in self._metrics]
+        shown = list(self._shown.items())
         table = Table.grid(padding=(0, 1))
         for _ in range(columns):
             table.add_column(style="dim", no_wrap=True, min_width=9)
@@ -184,25 +159,30 @@ class Display:
             table.add_column(width=1)
         rows = -(-len(shown) // columns)
         for r in range(rows):
-            picked = [shown[i] if i < len(shown) else ("", "") for i in range(r, rows * columns, rows)]
-            table.add_row(*(cell for label, value in picked for cell in (label, value, "")))
+            table.add_row(*(cell for label, value in shown[r::rows] for cell in (label, value, "")))
         return table
 
-    def _curve(self, width: int) -> Text | None:
+    def _curve(self, width: int) -> list[Text]:
         """Rewards so far as bars from 0 to the largest, and the newest evaluation."""
-        text = Text()
+        lines = []
         if len(self._rewards) > 1 and width > 8:
-            unicode = (self._console.encoding or "").lower().startswith("utf")
-            text.append("reward ", "dim")
-            text.append(sparkline(self._rewards, min(width, 60), _BARS if unicode else _ASCII_BARS), "green")
+            bars = sparkline(self._rewards, min(width, 60), _BARS if self._speaks_unicode() else _ASCII_BARS)
+            lines.append(Text.assemble(("reward ", "dim"), (bars, "green")))
         if self._evaluations:
             step, value, at_k = self._evaluations[-1]
-            before = self._evaluations[0][1]
-            text.append("\n" if text else "")
-            text.append(f"held-out {at_k} ", "dim")
-            text.append(f"{value:.3f}", "bold")
-            text.append(f" at step {step}" + (f", {before:.3f} before" if len(self._evaluations) > 1 else ""), "dim")
-        return text if text else None
+            before = f", {self._evaluations[0][1]:.3f} before" if len(self._evaluations) > 1 else ""
+            lines.append(
+                Text.assemble(
+                    (f"held-out {at_k} ", "dim"), (f"{value:.3f}", "bold"), (f" at step {step}{before}", "dim")
+                )
+            )
+        return lines
+
+    def _speaks_unicode(self) -> bool:
+        return (self._console.encoding or "").lower().startswith("utf")
+
+    def _encodable(self, text: str) -> str:
+        return text if self._speaks_unicode() else text.replace("→", "->").encode("ascii", "replace").decode()
 
 
 def sparkline(values: list[float], width: int, bars: str = _BARS) -> str:
@@ -213,48 +193,3 @@ def sparkline(values: list[float], width: int, bars: str = _BARS) -> str:
     low, high = min(0.0, chunks.min()), chunks.max()
     scaled = (chunks - low) / (high - low) if high > low else np.zeros_like(chunks)
     return "".join(bars[min(int(level * len(bars)), len(bars) - 1)] for level in scaled)
-
-
-def duration(seconds: float) -> str:
-    """``0:42``, ``12:05`` or ``3:04:05``."""
-    minutes, rest = divmod(round(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def summary_table(run: Run) -> Table:
-    """What came out: held-out accuracy with its best and its largest fall, mismatch, SAT's window, speed, notices."""
-    table = Table(title=f"{run.name}: what came out", title_justify="left", show_header=False, title_style="bold")
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    result = outcome(run)
-    if result is None:
-        table.add_row("held-out accuracy", "no evaluations yet")
-    else:
-        at_k = f"avg@{run.evaluations[-1].get('k', 'k')}"
-        gain = 100 * (result.final - result.before)
-        table.add_row(f"held-out {at_k}", f"{result.before:.3f} -> [bold]{result.final:.3f}[/] ({gain:+.1f} points)")
-        fell = ", fell below half its peak" if result.below_half_peak else ""
-        table.add_row(
-            "best", f"{result.best:.3f} at step {result.best_step}, largest fall {result.max_drawdown:.3f}{fell}"
-        )
-    table.add_row("learner steps", f"{run.steps[-1] if len(run.steps) else 0}")
-    _, d_bar = run.series("train/d_bar")
-    if len(d_bar):
-        table.add_row("mismatch d_bar", f"{d_bar[-max(1, len(d_bar) // 10) :].mean():.3g} over the last tenth")
-    _, q = run.series("sat/q")
-    eps = run.setting("loss.eps_high")
-    if len(q) and eps is not None:
-        active = np.mean([sat_window(value, eps).startswith("active") for value in q])
-        table.add_row("SAT", f"could act at {active:.0%} of steps; at the end {sat_window(float(q[-1]), eps)}")
-    _, lag = run.series("async/staleness_max")
-    if len(lag):
-        table.add_row("staleness", f"at most {lag.max():.0f} versions")
-    _, speed = run.series("rollout/tokens_per_s")
-    if len(speed):
-        table.add_row("tokens sampled", f"{np.median(speed):,.0f} per second")
-    if run.groups:
-        table.add_row("groups", ", ".join(f"{count} {state}" for state, count in run.groups.items()))
-    for notice in run.notices:
-        table.add_row("[yellow]note[/]", Text(notice))
-    return table

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Protocol
 
-from sat_jax.checked import Checked, Count, Natural, NonNegative, Range, Share
+from sat_jax.checked import Checked, Count, Natural, NonNegative, Range
 from sat_jax.types import Prompt, Trajectory
 
 MAX_SEED = 2**32 - 1
@@ -42,7 +42,7 @@ class SamplingParams(Checked, section="sampling"):
     temperature: NonNegative = 1.0
     top_p: Annotated[float, Range(0, 1, above=True, why="1 turns it off")] = 1.0
     top_k: Natural = 0
-    min_p: Share = 0.0
+    min_p: Annotated[float, Range(0, 1)] = 0.0
     max_new_tokens: Count = 256
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False

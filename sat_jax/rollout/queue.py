@@ -2,12 +2,13 @@
 
 Back-pressure is one formula (AReaL's): the engine may start
 
-    capacity = (max_staleness + version + 1) * groups_per_step - accepted - running
+    capacity = (floor((version + max_staleness) / U) + 1) * groups_per_batch - accepted - running
 
 more groups, ``version`` being the one published to the engine, ``accepted`` all groups that were finished and not
-thrown away since, ``running`` those in flight. A group that starts at version ``v`` is then among the first
-``(max_staleness + v + 1) * groups_per_step``, so it is trained on at step ``v + max_staleness`` at the latest if groups
-finish in order; those that did not are caught by ``take``.
+thrown away since, ``running`` those in flight, and U the updates that a batch is split into. A group that starts at
+version ``v`` then belongs to the batch that the learner begins at version ``v + max_staleness`` at the latest if groups
+finish in order; those that did not, and those whose own update within the batch comes too late, are caught by
+``take``.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class GroupQueue:
     """Thread-safe, one producer (``issue``, ``put``, ``filter``, ``fail``) and one consumer (``take``, ``trained``).
 
     Args:
-        groups_per_step: groups of one learner batch.
-        max_staleness: a group is too old when ``version - oldest token's version`` exceeds this.
+        groups_per_batch: groups of one batch.
+        max_staleness: a group is too old when, at its own update, ``version - oldest token's version`` exceeds this.
+        updates_per_batch: U: so many updates a batch is split into, whole groups to one update; divides the groups.
         on_stale: ``drop`` ends such a group, ``requeue`` has it generated again, before new prompts.
         max_groups: most groups that may wait or be in flight; None where only the formula above bounds them.
         last_step: the learner version at which the run ends: no group is started that only a later step could train on.
@@ -71,9 +73,10 @@ class GroupQueue:
 
     def __init__(
         self,
-        groups_per_step: int,
+        groups_per_batch: int,
         max_staleness: int,
         *,
+        updates_per_batch: int = 1,
         on_stale: StalePolicy = "drop",
         max_groups: int | None = None,
         last_step: int | None = None,
@@ -81,20 +84,26 @@ class GroupQueue:
         ledger: Ledger | None = None,
         version: int = 0,
     ) -> None:
-        if groups_per_step < 1:
-            raise ValueError(f"groups_per_step = {groups_per_step}: must be at least 1")
-        if max_staleness < 0:
-            raise ValueError(f"max_staleness = {max_staleness}: must be >= 0; 0 is synchronous training")
+        if groups_per_batch < 1:
+            raise ValueError(f"groups_per_batch = {groups_per_batch}: must be at least 1")
+        if groups_per_batch % updates_per_batch:
+            raise ValueError(f"updates_per_batch = {updates_per_batch} does not divide {groups_per_batch} groups")
+        if max_staleness < updates_per_batch - 1:
+            raise ValueError(
+                f"max_staleness = {max_staleness}: must be at least updates_per_batch - 1 = {updates_per_batch - 1}, "
+                "the age of a batch's last update; 0 is synchronous training with one update"
+            )
         if on_stale not in get_args(StalePolicy):
             raise ValueError(f"on_stale = {on_stale!r}: must be 'drop' or 'requeue'")
-        if max_groups is not None and max_groups < groups_per_step:
-            raise ValueError(f"queue_groups = {max_groups}: must hold one batch of {groups_per_step} groups; raise it")
-        self.groups_per_step, self.max_staleness, self.on_stale = groups_per_step, max_staleness, on_stale
+        if max_groups is not None and max_groups < groups_per_batch:
+            raise ValueError(f"queue_groups = {max_groups}: must hold one batch of {groups_per_batch} groups; raise it")
+        self.groups_per_batch, self.max_staleness, self.on_stale = groups_per_batch, max_staleness, on_stale
+        self._updates = updates_per_batch
         self._max_groups, self._last_step, self._group_timeout = max_groups, last_step, group_timeout
         self._ledger = ledger or Ledger(None)
         self._changed = threading.Condition()
         self._version = self._step = version
-        self._accepted = version * groups_per_step
+        self._accepted = version // updates_per_batch * groups_per_batch
         self._cursor = 0
         self._running: dict[str, tuple[Ticket, float]] = {}
         self._ready: list[tuple[Ticket, Group]] = []
@@ -125,11 +134,11 @@ class GroupQueue:
             return self._missing() <= 0 and not self._running
 
     def next_batch(self) -> tuple[int, int]:
-        """``(step, missing)``: the learner step whose batch is being filled, counting finished and running groups, and
-        how many groups that batch still lacks (at least 1)."""
+        """``(batch, missing)``: the batch that is being filled, counting finished and running groups, and how many
+        groups it still lacks (at least 1)."""
         with self._changed:
-            step, filled = divmod(self._accepted + len(self._running), self.groups_per_step)
-            return step, self.groups_per_step - filled
+            batch, filled = divmod(self._accepted + len(self._running), self.groups_per_batch)
+            return batch, self.groups_per_batch - filled
 
     def issue(self, stream: Iterator[Ticket]) -> Ticket | None:
         """The next group to generate: requeued ones first, then the next of ``stream``; None where both have ended.
@@ -199,9 +208,9 @@ class GroupQueue:
     # ------------------------------------------------------------------ consumer
 
     def take(self, n: int, version: int, timeout: float | None = None) -> list[Group]:
-        """The groups of one learner step, in stream order.
+        """The groups of one batch, in stream order; the learner begins it at ``version``.
 
-        Waits for ``n`` groups that are not too old for a learner at ``version``; older ones are dropped or requeued and
+        Waits for ``n`` groups that are not too old at their own update; older ones are dropped or requeued and
         counted. Fewer than ``n`` come back only after the prompt stream has ended and nothing is left in flight.
 
         Raises:
@@ -217,7 +226,7 @@ class GroupQueue:
                     raise self._error
                 if self._stopped:
                     raise QueueStopped("the rollout queue was stopped")
-                self._drop_stale(version)
+                self._drop_stale(version, n)
                 drained = self._exhausted and not self._running and not self._requeued
                 if len(self._ready) >= n or drained:
                     break
@@ -340,7 +349,8 @@ class GroupQueue:
     def _capacity(self) -> int:
         if self._exhausted and not self._requeued:
             return 0  # nothing is left that could be started
-        room = (self.max_staleness + self._version + 1) * self.groups_per_step - self._accepted - len(self._running)
+        batches = (self._version + self.max_staleness) // self._updates + 1
+        room = batches * self.groups_per_batch - self._accepted - len(self._running)
         if self._max_groups is not None:
             room = min(room, self._max_groups - len(self._ready) - len(self._running))
         return max(min(room, self._missing()), 0)
@@ -349,7 +359,7 @@ class GroupQueue:
         """Groups that are still to be started before the run's last step has what it needs."""
         if self._last_step is None:
             return sys.maxsize
-        return self._last_step * self.groups_per_step - self._accepted - len(self._running)
+        return self._last_step // self._updates * self.groups_per_batch - self._accepted - len(self._running)
 
     def _patience(self, n: int, deadline: float | None) -> float | None:
         """Seconds until the next limit is reached; raises where one has been."""
@@ -382,9 +392,20 @@ class GroupQueue:
             self._record([self._leave_running(group_id)], state, self._version, note)
             self._changed.notify_all()
 
-    def _drop_stale(self, version: int) -> None:
-        fresh = [item for item in self._ready if version - item[1].oldest_version <= self.max_staleness]
-        stale = [item for item in self._ready if version - item[1].oldest_version > self.max_staleness]
+    def _drop_stale(self, version: int, n: int) -> None:
+        """Drops what is too old for a batch of ``n`` that begins at ``version``, each group at its own update.
+
+        As long as groups are missing, earlier ones may still come and move the others back: only the first update is
+        certain then.
+        """
+        per_update = max(n // self._updates, 1)
+        fresh: list[tuple[Ticket, Group]] = []
+        stale: list[tuple[Ticket, Group]] = []
+        complete = len(self._ready) >= n
+        for item in self._ready:
+            update = min(len(fresh), n - 1) // per_update if complete else 0
+            too_old = version + update - item[1].oldest_version > self.max_staleness
+            (stale if too_old else fresh).append(item)
         if not stale:
             return
         for ticket, group in stale:

@@ -17,7 +17,7 @@ def copy_params(params: Any) -> Any:
 class WeightStore:
     """Versions that were published and that no batch has been sampled with yet. Thread-safe.
 
-    Fetching a version forgets it and all older ones, so under a ``Schedule`` at most ``versions_held`` wait here.
+    Fetching a version forgets it and all older ones, so at most ``delay // interval + 1`` of a schedule wait here.
     """
 
     def __init__(self) -> None:

@@ -28,21 +28,22 @@ depend on the others."""
 class RolloutWorker:
     """Owns the engine from ``start`` to ``stop``. Anything that goes wrong in it is raised by the queue's ``take``.
 
-    Under a scheduled regime, the batch of learner step ``s`` is sampled as a whole with version
-    ``schedule.version_for(s)``: the thread waits until that version has been published. What is filtered out of a batch
-    is replaced with the same version before the next batch begins. The samples therefore do not depend on timing.
+    Under a scheduled regime, batch ``b`` is sampled as a whole with the weights at the start of batch
+    ``schedule.source(b)``: the thread waits until they have been published. What is filtered out of a batch is replaced
+    with the same version before the next batch begins. The samples therefore do not depend on timing.
 
     Free-running, groups are issued whenever the queue has room, and weights reach the engine as soon as they are
     published, in the middle of responses.
 
     Args:
-        engine: samples. With its first weights and their version, ``schedule.start``.
+        engine: samples. It holds its first weights and their version, with which the run starts or is resumed.
         queue: takes the groups.
         stream: tickets, in the order in which groups are issued.
         grade: see ``Grade``.
         group_size: responses to a prompt, G.
         params: how to sample.
         schedule: the regime.
+        updates_per_batch: versions from one batch to the next.
         seed: the run's seed; each response gets one of its own from it, its group and its index.
     """
 
@@ -56,6 +57,7 @@ class RolloutWorker:
         group_size: int,
         params: SamplingParams,
         schedule: Schedule,
+        updates_per_batch: int = 1,
         seed: int = 0,
     ) -> None:
         if group_size < 1:
@@ -63,7 +65,9 @@ class RolloutWorker:
         self._engine, self._queue, self._stream, self._grade = engine, queue, stream, grade
         self._group_size, self._params, self._schedule, self._seed = group_size, params, schedule, seed
         self._weights = WeightStore()
-        self._published = schedule.start
+        self._updates = updates_per_batch
+        self._published = engine.version
+        self._start = engine.version // updates_per_batch
         self._open: dict[str, tuple[Ticket, list[Trajectory]]] = {}
         self._outstanding = 0  # requests given to the engine that have not come back
         self._finished: SimpleQueue[Group | None] = SimpleQueue()
@@ -80,35 +84,30 @@ class RolloutWorker:
     # ------------------------------------------------------------------ called by the trainer
 
     def start(self) -> None:
-        """Begins to generate.
-
-        Raises:
-            ValueError: the engine's weights are not those of ``schedule.start``.
-        """
-        if self._engine.version != self._schedule.start:
-            raise ValueError(
-                f"the engine holds version {self._engine.version}, the run starts at {self._schedule.start}: give the "
-                "engine the learner's weights first"
-            )
+        """Begins to generate."""
         for thread in self._threads:
             thread.start()
 
-    def publish(self, params: Any, version: int) -> None:
-        """The learner has reached ``version``. Weights that the schedule broadcasts are copied before this returns.
+    def publish(self, params: Any, version: int) -> bool:
+        """The learner has reached ``version``, the end of a batch. Weights that the schedule broadcasts are copied
+        before this returns; True where it did.
 
         Raises:
-            ValueError: a version older than the last one.
+            ValueError: a version older than the last one, or in the middle of a batch.
         """
+        if version % self._updates:
+            raise ValueError(f"version {version} lies within a batch of {self._updates} updates: publish at its end")
         if version < self._published:
             raise ValueError(f"version {version} after {self._published}: versions never go back")
-        if version == self._published or not self._schedule.is_published(version):
-            return
+        if version == self._published or not self._schedule.is_published(version // self._updates, self._start):
+            return False
         if self._schedule.free_running:
             self._engine.update_weights(params, version)
             self._queue.set_version(version)
         else:
             self._weights.publish(params, version)
         self._published = version  # last: an update that failed has published nothing
+        return True
 
     def settle(self, version: int) -> None:
         """Blocks until every batch that weights older than ``version`` sample has been generated (or the queue stops).
@@ -171,8 +170,8 @@ class RolloutWorker:
 
     def _generate_batch(self) -> bool:
         """One pass for the batch being filled; False once the queue is stopped."""
-        step, missing = self._queue.next_batch()
-        version = self._schedule.version_for(step)
+        batch, missing = self._queue.next_batch()
+        version = self._schedule.source(batch, self._start) * self._updates
         self._sampling_version = version
         self._notify()
         if version != self._engine.version:

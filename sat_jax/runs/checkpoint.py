@@ -17,16 +17,18 @@ import orbax.checkpoint as ocp
 
 from sat_jax.types import Group, Prompt, TrainState, Trajectory
 
+KEPT = 2
+"""Checkpoints of a run that are on disk at the same time."""
+
 
 class Checkpoints:
     """The ``checkpoints/`` folder of a run. ``save`` returns once the arrays are copied; ``close`` waits for the
     disk."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
-        self._manager = ocp.CheckpointManager(
-            self._folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        )
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, create=True)
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint's step, or None."""
@@ -38,16 +40,13 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         record, arrays = pack_groups(groups)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                queue=ocp.args.StandardSave(arrays),
-                host=ocp.args.JsonSave(
-                    {"host": dict(host), "groups": record, "lengths": {name: len(a) for name, a in arrays.items()}}
-                ),
-            ),
-        )
+        kinds = {name: (len(array), str(array.dtype)) for name, array in arrays.items()}
+        parts = {
+            "state": ocp.args.StandardSave(state),
+            "queue": ocp.args.StandardSave(arrays),
+            "host": ocp.args.JsonSave({"host": dict(host), "groups": record, "arrays": kinds}),
+        }
+        self._manager.save(step, args=ocp.args.Composite(**parts))
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any], list[Group]]:
         """The checkpoint of ``step``, its arrays laid out (shapes, dtypes, shardings) like ``like``.
@@ -59,13 +58,10 @@ class Checkpoints:
         self._manager.wait_until_finished()
         try:
             host = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
-            queue_like = {name: np.zeros(n, _DTYPES[name]) for name, n in host["lengths"].items()}
-            restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore(abstract), queue=ocp.args.StandardRestore(queue_like)
-                ),
-            )
+            queue_like = {name: np.zeros(length, dtype) for name, (length, dtype) in host["arrays"].items()}
+            likes = {"state": abstract, "queue": queue_like}
+            parts = {name: ocp.args.StandardRestore(like) for name, like in likes.items()}
+            restored = self._manager.restore(step, args=ocp.args.Composite(**parts))
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
             raise ValueError(
@@ -92,95 +88,57 @@ def restore_params(folder: Path, like: Any) -> Any:
         return checkpointer.restore(folder.resolve(), jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
 
 
-_TOKEN_FIELDS = {"response_ids": np.int32, "log_probs": np.float32, "policy_versions": np.int32}
-_DTYPES = {**_TOKEN_FIELDS, "prompt_ids": np.int32, "routed_experts": np.int32, "support": np.int32}
-
-
 def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Groups as a JSON-able record and a few flat arrays; ``unpack_groups`` is the exact inverse."""
-    record: list[dict[str, Any]] = []
-    flat: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
-    for group in groups:
-        flat["prompt_ids"].append(np.asarray(group.prompt.token_ids, np.int32))
-        members = []
-        for t in group.trajectories:
-            for name, dtype in _TOKEN_FIELDS.items():
-                flat[name].append(np.asarray(getattr(t, name), dtype))
-            if t.routed_experts is not None:
-                flat["routed_experts"].append(np.asarray(t.routed_experts, np.int32).reshape(-1))
-            if t.support is not None:
-                flat["support"].append(np.asarray(t.support, np.int32).reshape(-1))
-            members.append(
-                {
-                    "sample_index": t.sample_index,
-                    "request_id": t.request_id,
-                    "tokens": len(t.response_ids),
-                    "routes": None if t.routed_experts is None else list(t.routed_experts.shape),
-                    "support": None if t.support is None else t.support.shape[1],
-                    "finish_reason": t.finish_reason,
-                    "text": t.text,
-                    "reward": t.reward,
-                    "reward_info": dict(t.reward_info),
-                }
-            )
-        prompt = group.prompt
-        record.append(
-            {
-                "group_id": group.group_id,
-                "prompt": {
-                    "prompt_id": prompt.prompt_id,
-                    "text": prompt.text,
-                    "tokens": len(prompt.token_ids),
-                    "answer": prompt.answer,
-                    "source": prompt.source,
-                    "metadata": json.loads(json.dumps(dict(prompt.metadata), default=str)),
-                },
-                "members": members,
-                "advantages": [float(a) for a in group.advantages],
-            }
-        )
-    # One leading element each: Orbax refuses arrays without elements.
-    arrays = {name: np.concatenate([np.zeros(1, _DTYPES[name]), *parts]) for name, parts in flat.items()}
-    return record, arrays
+    """Groups as a JSON record and one flat array per field that holds arrays; ``unpack_groups`` is the inverse."""
+    # Orbax refuses trees without leaves and leaves without elements: one element stands in front of each.
+    flat: dict[str, list[np.ndarray]] = {"empty": [np.zeros(1, np.int32)]}
+
+    def pack(record: Prompt | Trajectory | Group, *left_out: str) -> dict[str, Any]:
+        shapes, plain = {}, {}
+        for name, value in vars(record).items():
+            if name in left_out:
+                continue
+            if isinstance(value, np.ndarray):
+                shapes[name] = value.shape
+                flat.setdefault(name, [np.zeros(1, value.dtype)]).append(value.reshape(-1))
+            else:
+                plain[name] = value
+        return {"shapes": shapes, "plain": plain}
+
+    record = [
+        {
+            "group": pack(group, "prompt", "trajectories"),
+            "prompt": pack(group.prompt),
+            # The prompt's tokens are kept once a group.
+            "members": [pack(member, "prompt_ids") for member in group.trajectories],
+        }
+        for group in groups
+    ]
+    return json.loads(json.dumps(record, default=_plain)), {name: np.concatenate(parts) for name, parts in flat.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def unpack_groups(record: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]) -> list[Group]:
     """Rebuild what ``pack_groups`` took apart."""
-    host = {name: np.asarray(a) for name, a in arrays.items()}
+    host = {name: np.asarray(array) for name, array in arrays.items()}
     position = dict.fromkeys(host, 1)
 
-    def take(name: str, count: int) -> np.ndarray:
-        start = position[name]
-        position[name] = start + count
-        return host[name][start : start + count]
+    def unpack(packed: Mapping[str, Any]) -> dict[str, Any]:
+        fields = dict(packed["plain"])
+        for name, shape in packed["shapes"].items():
+            start = position[name]
+            position[name] = start + int(np.prod(shape))
+            fields[name] = host[name][start : position[name]].reshape(shape)
+        return fields
 
     groups = []
     for entry in record:
-        p = entry["prompt"]
-        prompt = Prompt(
-            p["prompt_id"], p["text"], take("prompt_ids", p["tokens"]), p["answer"], p["source"], p["metadata"]
-        )
-        members = []
-        for m in entry["members"]:
-            tokens = {name: take(name, m["tokens"]) for name in _TOKEN_FIELDS}
-            shape = m["routes"]
-            routes = None if shape is None else take("routed_experts", int(np.prod(shape))).reshape(shape)
-            width = m.get("support")  # absent in checkpoints older than the record
-            support = None if width is None else take("support", m["tokens"] * width).reshape(m["tokens"], width)
-            members.append(
-                Trajectory(
-                    prompt_id=prompt.prompt_id,
-                    sample_index=m["sample_index"],
-                    prompt_ids=prompt.token_ids,
-                    routed_experts=routes,
-                    finish_reason=m["finish_reason"],
-                    text=m["text"],
-                    reward=m["reward"],
-                    reward_info=m["reward_info"],
-                    request_id=m["request_id"],
-                    support=support,
-                    **tokens,
-                )
-            )
-        groups.append(Group(entry["group_id"], prompt, tuple(members), np.asarray(entry["advantages"], np.float32)))
+        group, prompt = unpack(entry["group"]), Prompt(**unpack(entry["prompt"]))
+        members = tuple(Trajectory(prompt_ids=prompt.token_ids, **unpack(member)) for member in entry["members"])
+        groups.append(Group(prompt=prompt, trajectories=members, **group))
     return groups

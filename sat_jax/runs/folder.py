@@ -33,13 +33,14 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def write_config(run_dir: Path, name: str, config: Mapping[str, Any], resumed: bool) -> None:
+def write_config(run_dir: Path, name: str, method: str, config: Mapping[str, Any], resumed: bool) -> None:
     """``config.json``: what was asked for and what it runs on. Replaced whole, or not at all."""
     path = run_dir / CONFIG_FILE
     command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     before = json.loads(path.read_text(encoding="utf-8")) if resumed and path.exists() else {}
     record = {
         "name": name,
+        "method": method,
         "config": config,
         "versions": {"sat_jax": version("sat-jax"), "jax": jax.__version__, "python": platform.python_version()},
         "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()],
@@ -50,6 +51,28 @@ def write_config(run_dir: Path, name: str, config: Mapping[str, Any], resumed: b
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     os.replace(unfinished, path)
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """``config.json`` of a run folder as it was written; None where it describes something else (a model).
+
+    Raises:
+        ValueError: no such folder or file, or it is damaged.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        what = f"holds no {CONFIG_FILE}" if folder.is_dir() else "is no folder"
+        raise ValueError(
+            f"{folder} {what}: give a run folder, as `sat-jax train --out` wrote it, or a Hugging Face folder where a "
+            "policy is asked for"
+        )
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it, or start the run again") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} is damaged: it holds {type(record).__name__}, not an object; restore it")
+    return record if isinstance(record.get("config"), dict) and "versions" in record else None
 
 
 def _git_commit() -> str | None:

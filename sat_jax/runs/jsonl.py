@@ -6,7 +6,8 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,28 @@ class Truncation:
     half_written: int
 
     def __str__(self) -> str:
-        parts = [f"{self.lines} line{'s' * (self.lines != 1)} (steps {self.first_step} to {self.last_step})"] * (
-            self.lines > 0
-        )
-        parts += ["a half-written line"] * self.half_written
+        parts = ["a half-written line"] * self.half_written
+        if self.lines:
+            parts.insert(0, f"{self.lines} line{'s' * (self.lines > 1)} (steps {self.first_step} to {self.last_step})")
         return f"{' and '.join(parts)} of {self.file}"
 
 
-def read_lines(path: Path, notices: list[str]) -> Iterator[dict[str, Any]]:
-    """Objects of a JSONL file; none where the file is missing. A half-written last line is skipped, and said."""
+def read_lines(
+    path: Path, notices: list[str], wanted: Container[int] = range(1, sys.maxsize)
+) -> Iterator[dict[str, Any]]:
+    """Objects of a JSONL file, at the ``wanted`` line numbers from 1; none where the file is missing.
+
+    A half-written last line is skipped, and said in ``notices``.
+
+    Raises:
+        ValueError: another line that is not JSON, or one without a ``step``.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            if number not in wanted:
+                continue
             try:
                 row = json.loads(line)
             except ValueError as error:
@@ -62,56 +72,34 @@ _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 def cut_back(run_dir: Path, names: Iterable[str], step: int, now: float) -> tuple[Truncation, ...]:
     """Cut files back to ``step``; what is cut off goes to ``resumes.jsonl`` first, so that no crash can lose it."""
-    cuts, removed = [], {}
-    for name in names:
-        path = run_dir / name
-        _end_last_line(path)
-        offset, complete, half = _lines_beyond(path, step) if path.exists() else (0, [], b"")
+    cuts: list[Truncation] = []
+    removed, keep = {}, {}
+    for path in (path for name in names if (path := run_dir / name).exists()):
+        offset, complete, half = _lines_beyond(path, step)
         if complete or half:
-            steps = [int(line["step"]) for line in complete]
-            first, last = (steps[0], steps[-1]) if steps else (None, None)
-            cuts.append((path, offset, Truncation(name, len(complete), first, last, int(bool(half)))))
-            removed[name] = [*complete, *([half.decode("utf-8", errors="replace")] if half else [])]
-    record = {
-        "step": step,
-        "time": round(now, 3),
-        "truncated": [dataclasses.asdict(truncation) for _, _, truncation in cuts],
-        "removed": removed,
-    }
+            steps = [line["step"] for line in complete] or [None]
+            cuts.append(Truncation(path.name, len(complete), steps[0], steps[-1], len(half)))
+            removed[path.name], keep[path] = complete + half, offset
+    truncated = [dataclasses.asdict(cut) for cut in cuts]
+    record = {"step": step, "time": round(now, 3), "truncated": truncated, "removed": removed}
     with (run_dir / RESUMES_FILE).open("ab") as file:
         file.write(json.dumps(record).encode() + b"\n")
-    for path, offset, _ in cuts:
-        with path.open("r+b") as file:
-            file.truncate(offset)
-    return tuple(truncation for _, _, truncation in cuts)
+    for path, offset in keep.items():
+        os.truncate(path, offset)
+    return tuple(cuts)
 
 
-def _end_last_line(path: Path) -> None:
-    """Give a last line that is complete but for its newline that newline: only the closing brace makes it JSON."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read() == b"\n":
-            return
-    last = path.read_bytes().rpartition(b"\n")[2]
-    if last.endswith(b"}"):
-        try:
-            json.loads(last)
-        except ValueError:
-            return  # half-written after all, in the middle of a nested object
-        with path.open("ab") as file:
-            file.write(b"\n")
+def _lines_beyond(path: Path, step: int) -> tuple[int, list[Any], list[str]]:
+    """Where the lines after ``step`` begin, those lines, and the last line where it is half-written.
 
-
-def _lines_beyond(path: Path, step: int) -> tuple[int, list[dict[str, Any]], bytes]:
-    """Where the lines after ``step`` begin, those lines, and a half-written last line."""
-    offset, keep, beyond, half = 0, 0, [], b""
+    A last line that lacks nothing but its newline is given one.
+    """
+    offset, keep = 0, 0
+    beyond: list[Any] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                half = line
-                break
+            if not line.endswith(b"\n") and not _whole(line):
+                return keep, beyond, [line.decode("utf-8", errors="replace")]
             offset += len(line)
             match = _STEP.match(line)
             if not match:
@@ -124,4 +112,16 @@ def _lines_beyond(path: Path, step: int) -> tuple[int, list[dict[str, Any]], byt
                 raise ValueError(f"{path} line {number} goes back to step {int(match[1])}: restore the file's order")
             else:
                 keep = offset
-    return keep, beyond, half
+    if offset and not line.endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
+        keep = keep + 1 if keep == offset else keep
+    return keep, beyond, []
+
+
+def _whole(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return line.endswith(b"}")  # a number could go on

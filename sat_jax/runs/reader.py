@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sat_jax.runs.folder import EVALUATIONS_FILE, LEDGER_FILE, METRICS_FILE, RESUMES_FILE, SAMPLES_FILE
+from sat_jax.runs.folder import (
+    CONFIG_FILE,
+    EVALUATIONS_FILE,
+    LEDGER_FILE,
+    METRICS_FILE,
+    RESUMES_FILE,
+    SAMPLES_FILE,
+    read_config,
+)
 from sat_jax.runs.jsonl import Truncation, read_lines
+
+MAX_SAMPLES = 400
+"""Lines of ``samples.jsonl`` that are parsed."""
 
 Histogram = Mapping[str, int]
 """Value -> count, as ``metrics.value_counts`` writes it."""
@@ -30,7 +39,7 @@ class Run:
         info: config.json: ``config``, ``versions``, ``devices``, ``git_commit``, ``command``.
         steps: int64 [N]: learner versions with a line in metrics.jsonl, rising.
         columns: float64 [N] per scalar metric, NaN where a step lacks it or logged a number that is not finite.
-        histograms: per histogram metric, one entry a step; None where a step lacks it.
+        histograms: per histogram metric, those that were logged, by rising step.
         evaluations: lines of evaluations.jsonl by rising step; the last one of a step counts.
         samples: some lines of samples.jsonl, spread evenly over the run.
         groups: how many prompt groups are in which state now (``trained``, ``stale`` ...), by ledger.jsonl.
@@ -42,7 +51,7 @@ class Run:
     info: Mapping[str, Any]
     steps: np.ndarray
     columns: Mapping[str, np.ndarray]
-    histograms: Mapping[str, Sequence[Histogram | None]]
+    histograms: Mapping[str, Sequence[Histogram]]
     evaluations: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
     groups: Mapping[str, int]
@@ -63,71 +72,68 @@ class Run:
 
     def setting(self, path: str, default: Any = None) -> Any:
         """A value of the resolved configuration by dotted path, or ``default`` where there is none."""
-        value: Any = self.info.get("config", {})
-        for part in path.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return default
-            value = value[part]
-        return value
+        return flatten(self.info["config"]).get(path, default)
 
 
-def read_run(path: Path, max_samples: int = 400) -> Run:
+def read_run(path: Path) -> Run:
     """Read a run folder, finished or still being written.
 
     Args:
         path: the folder; it must hold ``config.json``, everything else may be missing.
-        max_samples: at most this many lines of ``samples.jsonl`` are parsed, spread evenly.
 
     Raises:
         ValueError: no such folder, no ``config.json``, or a damaged line that is not the last one of its file.
     """
-    path = Path(path)
-    config_file = path / "config.json"
-    if not path.is_dir():
-        raise ValueError(f"{path} is no folder: name the run folder that `sat-jax train --out` wrote")
-    if not config_file.is_file():
-        raise ValueError(
-            f"{path} holds no config.json, so it is no run folder: name the one that `sat-jax train --out` wrote"
-        )
-    try:
-        info = json.loads(config_file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{config_file} is not JSON ({error}): restore it, or start the run again") from error
-    if not isinstance(info, dict) or not isinstance(info.get("config"), dict):
-        raise ValueError(f"{config_file} has no object under 'config': it is not the config.json of a run")
+    info = read_config(path)
+    if info is None:
+        raise ValueError(f"{path / CONFIG_FILE} is not the config.json of a run: name the folder of one")
     notices: list[str] = []
     rows = list(read_lines(path / METRICS_FILE, notices))
     steps, columns, histograms = _columns(rows)
-    notices += _nonfinite_notices(rows) + _fault_notices(columns)
+    notices += _fault_notices(rows, columns)
     evaluations = {row["step"]: row for row in read_lines(path / EVALUATIONS_FILE, notices)}
-    samples = _read_samples(path / SAMPLES_FILE, max_samples, notices)
+    samples = _read_samples(path / SAMPLES_FILE, notices)
     for resume in read_lines(path / RESUMES_FILE, notices):
-        removed = [str(Truncation(**entry)) for entry in resume["truncated"]]
-        loss = f"; {', '.join(removed)} past it moved to {RESUMES_FILE}" if removed else ""
+        removed = ", ".join(str(Truncation(**entry)) for entry in resume["truncated"])
+        loss = f"; {removed} past it moved to {RESUMES_FILE}" if removed else ""
         notices.append(f"resumed at step {resume['step']}{loss}")
-    return Run(
-        path=path,
-        name=str(info.get("name") or path.resolve().name),
-        info=info,
-        steps=steps,
-        columns=columns,
-        histograms=histograms,
-        evaluations=[evaluations[step] for step in sorted(evaluations)],
-        samples=samples,
-        groups=_group_states(path / LEDGER_FILE),
-        notices=notices,
-    )
+    name = str(info.get("name") or path.resolve().name)
+    in_order = [evaluations[step] for step in sorted(evaluations)]
+    groups = _group_states(path / LEDGER_FILE)
+    return Run(path, name, info, steps, columns, histograms, in_order, samples, groups, notices)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested configuration as dotted paths: ``{"loss": {"sat": {"alpha": .9}}}`` -> ``{"loss.sat.alpha": .9}``."""
+    """Nested configuration as dotted paths: ``{"loss": {"sat": {"alpha": .9}}}`` -> ``{"loss.sat.alpha": .9}``.
+
+    Rules that are objects with their class, ``{"rules": [{"class": "module:DualClip", "floor": 3}]}``, go by the name
+    of that class, ``{"rules": ["dual_clip"], "dual_clip.floor": 3}``. No class is imported.
+    """
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{key}.")
+        elif key == "rules" and isinstance(value, list) and any(isinstance(rule, Mapping) for rule in value):
+            rules = _rules_by_name(value)
+            flat[f"{prefix}{key}"] = list(rules)
+            for name, settings in rules.items():
+                flat |= flatten(settings, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _rules_by_name(rules: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Settings of each rule by name. Where the class is the user's own, its place is among them."""
+    named: dict[str, dict[str, Any]] = {}
+    for rule in rules:
+        module, _, class_name = rule["class"].rpartition(":")
+        base = name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", class_name).lower()
+        while name in named:
+            name = f"{base}_{len(named)}"
+        hidden = {"class"} if module.startswith("sat_jax.") else set()
+        named[name] = {key: value for key, value in rule.items() if key not in hidden}
+    return named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,90 +173,47 @@ def outcome(run: Run) -> Outcome | None:
     )
 
 
-def sat_window(q: float, eps_high: float, noise: float = 1e-5) -> str:
-    """Where a batch stands in the window in which SAT can act at all.
-
-    For ``q >= log(1 + eps_high)`` every gated token is already clipped by the nominal interval; for q at the level of
-    float32 rounding the gate fires on noise. Between the two SAT can cut gradients that the base method keeps.
-
-    Args:
-        q: the batch's quantile of |log ratio|, nats.
-        eps_high: the nominal upper radius.
-        noise: largest q, in nats, that is taken for rounding error: float32 engines and learners were seen to
-            disagree by up to 5e-6 on the same weights.
-
-    Returns:
-        A phrase that starts with ``inert``, ``noise`` or ``active`` and names the numbers.
-    """
-    edge = math.log1p(eps_high)
-    if q >= edge:
-        return f"inert: q = {q:.3g} is beyond log(1 + eps) = {edge:.3g}"
-    if q <= noise:
-        return f"noise: q = {q:.1e} is rounding error"
-    return f"active: q = {q:.3g} is below log(1 + eps) = {edge:.3g}"
-
-
 def _columns(
     rows: Sequence[Mapping[str, Any]],
-) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list[Histogram | None]]]:
-    by_step = {int(row["step"]): row for row in rows}
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list[Histogram]]]:
+    by_step = {row["step"]: row for row in rows}
     steps = sorted(by_step)
-    columns: dict[str, np.ndarray] = {}
-    histograms: dict[str, list[Histogram | None]] = {}
-    for i, step in enumerate(steps):
-        for key, value in by_step[step].items():
-            if isinstance(value, dict):
-                histograms.setdefault(key, [None] * len(steps))[i] = value
-            elif isinstance(value, int | float) and key != "step":
-                column = columns.get(key)
-                if column is None:
-                    column = columns[key] = np.full(len(steps), np.nan)
-                column[i] = value
+    columns, histograms = {}, {}
+    for key in dict.fromkeys(key for row in rows for key in row if key != "step"):
+        values = [by_step[step].get(key) for step in steps]
+        logged = [value for value in values if value is not None]
+        if all(isinstance(value, int | float) for value in logged):
+            columns[key] = np.array(values, np.float64)  # None becomes NaN
+        elif all(isinstance(value, dict) for value in logged):
+            histograms[key] = logged
     return np.array(steps, np.int64), columns, histograms
 
 
-def _nonfinite_notices(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _fault_notices(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, np.ndarray]) -> Iterator[str]:
     where: dict[str, list[int]] = {}
     for row in rows:
         for key in row.get("nonfinite", ()):
             where.setdefault(key, []).append(row["step"])
-    return [
-        f"{key} was not finite at {len(steps)} step{'s' * (len(steps) != 1)}, first at step {steps[0]}"
-        for key, steps in sorted(where.items())
-    ]
+    for key, steps in sorted(where.items()):
+        yield f"{key} was not finite at {_counted(len(steps), 'step')}, first at step {steps[0]}"
+    if skipped := int(np.nansum(columns.get("train/update_skipped", 0))):
+        yield f"the update was withheld at {_counted(skipped, 'step')}: no active token or no finite gradient"
+    if ungraded := int(np.nansum(columns.get("rollout/ungraded", 0))):
+        yield f"{_counted(ungraded, 'response')} could not be graded (timeout, crash or error of the reward)"
 
 
-def _fault_notices(columns: Mapping[str, np.ndarray]) -> list[str]:
-    skipped = int(np.nansum(columns.get("train/update_skipped", 0)))
-    ungraded = int(np.nansum(columns.get("rollout/ungraded", 0)))
-    said = [f"the update was withheld at {skipped} step{'s' * (skipped != 1)}: no active token or no finite gradient"]
-    said += [f"{ungraded} response{'s' * (ungraded != 1)} could not be graded (timeout, crash or error of the reward)"]
-    return [notice for notice, count in zip(said, (skipped, ungraded), strict=True) if count]
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _read_samples(path: Path, limit: int, notices: list[str]) -> list[dict[str, Any]]:
-    """At most ``limit`` lines, spread evenly, first and last included; the others are passed over without parsing."""
+def _read_samples(path: Path, notices: list[str]) -> list[dict[str, Any]]:
+    """At most ``MAX_SAMPLES`` lines, spread evenly, first and last included; the others are not parsed."""
     if not path.exists():
         return []
     with path.open("rb") as file:
         total = sum(1 for _ in file)
-        file.seek(0)
-        wanted = (
-            set(np.unique(np.linspace(0, total - 1, min(limit, total)).round().astype(int)).tolist())
-            if total
-            else set()
-        )
-        samples = []
-        for index, line in enumerate(file):
-            if index not in wanted:
-                continue
-            try:
-                samples.append(json.loads(line))
-            except ValueError as error:
-                if line.endswith(b"\n"):
-                    raise ValueError(f"{path} line {index + 1} is not JSON: restore or delete that line") from error
-                notices.append(f"the last line of {path.name} (line {index + 1}) is half-written and was skipped")
-    return samples
+    wanted = np.linspace(1, total, min(MAX_SAMPLES, total)).round().astype(int)
+    return list(read_lines(path, notices, set(wanted.tolist())))
 
 
 _LEDGER_ENTRY = re.compile(rb'"group_id": "((?:[^"\\]|\\.)*)".*?"state": "(\w+)"')

@@ -27,9 +27,8 @@ class MetricsWriter:
     Args:
         run_dir: the run folder; created if it does not exist.
         resume_step: None starts fresh and refuses files that already hold records. An integer continues after that
-            learner step: lines beyond it, left by a crash after the checkpoint, move into ``resumes.jsonl`` (see
-            ``truncations``), which gets one line for every resume.
-        tensorboard: also write event files, without TensorFlow.
+            learner step: lines beyond it, left by a crash after the checkpoint, move into ``resumes.jsonl``, which gets
+            one line for every resume.
         clock: seconds since the epoch; the ``time`` of every metrics line.
 
     Attributes:
@@ -40,28 +39,20 @@ class MetricsWriter:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        *,
-        resume_step: int | None = None,
-        tensorboard: bool = True,
-        clock: Callable[[], float] = time.time,
-    ):
-        self.run_dir = Path(run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self, run_dir: Path, *, resume_step: int | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
         self._clock = clock
         names = (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
-        if resume_step is None:
-            for name in names:
-                path = self.run_dir / name
-                if path.exists() and path.stat().st_size:
-                    raise ValueError(f"{path} already holds records of a run: resume that run, or choose another --out")
-            self.truncations: tuple[Truncation, ...] = ()
-        else:
-            self.truncations = cut_back(self.run_dir, names, resume_step, clock())
-        self._files: dict[str, BinaryIO] = {name: (self.run_dir / name).open("ab") for name in names}
+        self.truncations: tuple[Truncation, ...] = ()
+        if resume_step is not None:
+            self.truncations = cut_back(run_dir, names, resume_step, clock())
+        for path in (run_dir / name for name in names if resume_step is None):
+            if path.exists() and path.stat().st_size:
+                raise ValueError(f"{path} already holds records of a run: resume that run, or choose another --out")
+        self._files: dict[str, BinaryIO] = {name: (run_dir / name).open("ab") for name in names}
         self._last_step = dict.fromkeys(names, -1 if resume_step is None else resume_step)
-        self._events = _EventFile(self.run_dir / TENSORBOARD_DIR, resume_step, clock) if tensorboard else None
+        self._events = _EventFile(run_dir / TENSORBOARD_DIR, resume_step, clock)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one learner step to ``metrics.jsonl`` and to TensorBoard.
@@ -81,8 +72,7 @@ class MetricsWriter:
             )
         values = {name: _metric_value(name, value) for name, value in metrics.items()}
         self._append(METRICS_FILE, step, {"time": round(self._clock(), 3), **values})
-        if self._events is not None:
-            self._events.write(step, {k: v for k, v in values.items() if not isinstance(v, dict)})
+        self._events.write(step, {k: v for k, v in values.items() if not isinstance(v, dict)})
 
     def log_evaluation(self, step: int, results: Mapping[str, Any]) -> None:
         """Append one evaluation: ``avg@k``, ``pass@k``, ``k``, ``problems``, ``sources`` and whatever else it says.
@@ -90,10 +80,9 @@ class MetricsWriter:
         In TensorBoard the numbers are ``eval/avg@8`` and, per prompt source, ``eval/SOURCE/avg@8``.
         """
         self._append(EVALUATIONS_FILE, step, results)
-        if self._events is not None:
-            k = results.get("k", "k")
-            flat = _numeric_leaves(results, "eval")
-            self._events.write(step, {name.replace("@k", f"@{k}"): value for name, value in flat.items()})
+        at_k = f"@{results.get('k', 'k')}"
+        flat = _numeric_leaves(results, "eval")
+        self._events.write(step, {name.replace("@k", at_k): value for name, value in flat.items()})
 
     def log_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append readable rollouts of one step to ``samples.jsonl``, one line each."""
@@ -102,10 +91,9 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close every file. Nothing is lost without it: each line was flushed when it was written."""
+        self._events.close()
         for file in self._files.values():
             file.close()
-        if self._events is not None:
-            self._events.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -180,26 +168,24 @@ def _plain(value: Any, where: str, nonfinite: list[str]) -> Any:
     """``value`` as JSON data; numbers that are not finite become None and their places are added to ``nonfinite``."""
     if value is None or isinstance(value, str | bool | int):
         return value
-    if isinstance(value, np.floating) and not isinstance(value, float):
-        # Shortest decimal that gives the same float32 back: 0.1, not 0.10000000149011612.
-        value = float(str(value))
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        nonfinite.append(where)
-        return None
     if isinstance(value, Mapping):
         return {str(key): _plain(item, f"{where}.{key}", nonfinite) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{i}]", nonfinite) for i, item in enumerate(value)]
-    array = np.asarray(value)
-    if array.ndim:
-        return _plain(list(array), where, nonfinite)
-    if array.dtype.kind in "iub":
-        return array.item()
-    if array.dtype.kind in "fV":  # V: bfloat16 and its kin
-        return _plain(array[()] if array.dtype.kind == "f" else float(array), where, nonfinite)
-    raise ValueError(f"{where} = {value!r} cannot be written as JSON: use numbers, strings, lists and mappings")
+    if not isinstance(value, float):
+        array = np.asarray(value)
+        if array.ndim:
+            return _plain(list(array), where, nonfinite)
+        if array.dtype.kind in "iub":
+            return array.item()
+        if array.dtype.kind not in "fV":  # V: bfloat16 and its kin
+            raise ValueError(f"{where} = {value!r} cannot be written as JSON: use numbers, strings, lists and mappings")
+        # Shortest decimal that gives the same float32 back: 0.1, not 0.10000000149011612.
+        value = float(str(array[()]))
+    if math.isfinite(value):
+        return value
+    nonfinite.append(where)
+    return None
 
 
 def _numeric_leaves(record: Mapping[str, Any], prefix: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""From a step's groups to the batch that it trains on, and what other policies say about its tokens."""
+"""From groups to the batches that the learner trains on, and what other policies say about their tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from sat_jax.config import ExperimentConfig
 from sat_jax.data.batching import make_batch, width_buckets
-from sat_jax.learner.compiled import Programs
+from sat_jax.learner import Programs
 from sat_jax.rollout.weights import copy_params
 from sat_jax.training import build
 from sat_jax.training.rollout_metrics import shown
@@ -22,7 +22,7 @@ _PACKED_SIZES = 8
 """How many numbers of rows a packed batch can have, each of which is compiled once."""
 
 
-class Batches:
+class Assembler:
     """Lays out batches, places them on the mesh and scores them under every policy that the loss asks for.
 
     Args:
@@ -48,18 +48,42 @@ class Batches:
         self.keeps_sampler = config.learner.log_delta or "rollout_policy_log_probs" in config.loss.needs()
         self.widths = width_buckets(context)
 
-    def make(self, groups: Sequence[Group], params: Any) -> tuple[Batch, list[np.ndarray]]:
-        """The learner's batch of ``groups``, and its log-probs under ``params`` of the responses that are shown."""
+    def split(self, groups: Sequence[Group]) -> list[Sequence[Group]]:
+        """The groups of each update of a batch, in order; a short one, at the end of the prompts, fills the first."""
+        n = self._config.groups_per_update
+        return [groups[i * n : (i + 1) * n] for i in range(self._config.learner.updates_per_batch)]
+
+    def make(self, groups: Sequence[Group], params: Any) -> Batch:
+        """The rows of one update; ``params`` are the learner's at the start of the batch, its proximal policy."""
         batch = self._lay_out(groups)
-        updates: dict[str, Any] = {}
+        scores: dict[str, Any] = {}
         if self.reference is not None:
-            updates["reference_log_probs"] = self._programs.score_native(self.reference, batch).log_probs
+            scores["reference_log_probs"] = self._programs.score_native(self.reference, batch).log_probs
         if self.keeps_sampler:
-            updates["rollout_policy_log_probs"] = self._sampler_log_probs(batch)
-        if self._config.learner.log_delta or "proximal_log_probs" in self._config.loss.needs():
-            updates["proximal_log_probs"] = self._programs.score_sampler(params, batch).log_probs
-        shown_log_probs = self._shown_log_probs(groups[: self._config.samples_per_step], batch.tokens.shape[1], params)
-        return batch.replace(**updates), shown_log_probs  # type: ignore[attr-defined]  # flax.struct adds replace at run time
+            scores["rollout_policy_log_probs"] = self._sampler_log_probs(batch)
+        if "proximal_log_probs" in self._config.loss.needs():
+            scores["proximal_log_probs"] = self._programs.score_sampler(params, batch).log_probs
+        return batch.replace(**scores)  # type: ignore[attr-defined]  # flax.struct adds it at run time
+
+    def shown_log_probs(self, groups: Sequence[Group], batch: Batch, params: Any) -> list[np.ndarray]:
+        """Log-probs under ``params`` over the response tokens of the members of ``groups`` that are shown."""
+        groups = groups[: self._config.samples_per_step]
+        if not groups:
+            return []
+        members = [dataclasses.replace(g, trajectories=(shown(g),), advantages=g.advantages[:1]) for g in groups]
+        part = make_batch(
+            members,
+            widths=(batch.tokens.shape[1],),
+            rows_multiple=self._programs.row_ways,
+            routes=self._routes,
+            support=self.support,
+            pad_id=self._pad_id,
+        )
+        scores = np.asarray(self._programs.score_replayed(params, self._programs.place(part)).log_probs)
+        return [
+            scores[i, len(t.prompt_ids) : len(t.prompt_ids) + len(t.response_ids)]
+            for i, t in enumerate(map(shown, groups))
+        ]
 
     def check(self, groups: Sequence[Group]) -> None:
         """Raises ``ValueError`` where waiting groups cannot be trained on, having been sampled under other settings."""
@@ -67,28 +91,15 @@ class Batches:
             self._make([group], rows=None, multiple=1)
 
     def keep(self, params: Any, version: int) -> None:
-        """Weights of versions that waiting groups may still have been sampled with, where they are needed again."""
+        """Weights that were published, where they are needed again: waiting groups may have been sampled with them."""
         if not self.keeps_sampler:
             return
         oldest = version - self._config.rollout.max_staleness
         self._sampler_weights = {v: p for v, p in self._sampler_weights.items() if v >= oldest}
         self._sampler_weights[version] = copy_params(params)
 
-    def delta_metrics(self, batch: Batch) -> dict[str, float]:
-        """The two halves of d (2): ``mean |log pi_j - log pi_l|`` and ``mean |log pi_l - log mu|`` over active
-        tokens."""
-        if not self._config.learner.log_delta:
-            return {}
-        mask = np.asarray(batch.loss_mask)
-        sampler, now = np.asarray(batch.rollout_policy_log_probs), np.asarray(batch.proximal_log_probs)
-        return {
-            "async/delta_pi": float(np.mean(np.abs(now - sampler)[mask])),
-            "async/delta_impl": float(np.mean(np.abs(sampler - np.asarray(batch.behavior_log_probs))[mask])),
-        }
-
     def _lay_out(self, groups: Sequence[Group]) -> Batch:
-        rollout, learner = self._config.rollout, self._config.learner
-        rows = rollout.prompts_per_step * rollout.n_samples_per_prompt
+        learner, rows = self._config.learner, self._config.rows_per_update
         multiple = self._programs.row_ways * learner.micro_batches
         if learner.packing:
             multiple *= max(1, rows // (_PACKED_SIZES * multiple))
@@ -105,25 +116,6 @@ class Batches:
             packing=self._config.learner.packing,
             pad_id=self._pad_id,
         )
-
-    def _shown_log_probs(self, groups: Sequence[Group], width: int, params: Any) -> list[np.ndarray]:
-        """Learner log-probs over the response tokens of each group's shown member."""
-        if not groups:
-            return []
-        members = [dataclasses.replace(g, trajectories=(shown(g),), advantages=g.advantages[:1]) for g in groups]
-        part = make_batch(
-            members,
-            widths=(width,),
-            rows_multiple=self._programs.row_ways,
-            routes=self._routes,
-            support=self.support,
-            pad_id=self._pad_id,
-        )
-        scores = np.asarray(self._programs.score_replayed(params, self._programs.place(part)).log_probs)
-        return [
-            scores[i, len(t.prompt_ids) : len(t.prompt_ids) + len(t.response_ids)]
-            for i, t in enumerate(map(shown, groups))
-        ]
 
     def _sampler_log_probs(self, batch: Batch) -> jax.Array:
         """The learner's recomputation at the weights that sampled each token (``rollout_policy_log_probs``)."""

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType
 
 from sat_jax import hub, kernels, model
-from sat_jax.config import ExperimentConfig, replays_support
+from sat_jax.config import ExperimentConfig
 from sat_jax.data.batching import Routes, Support
 from sat_jax.data.prompts import PromptReport, load_prompts
 from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.data.toy import SortTask, write_tokenizer
 from sat_jax.learner import LearnerSpec, adam, learning_rate
 from sat_jax.model import SAMPLING_RULES, ForwardOptions, ModelConfig, Placement
+from sat_jax.rewards.functions import load_reward
 from sat_jax.rewards.grader import Grader
 from sat_jax.rollout.local import PREFILL_ROWS, LocalEngine
 from sat_jax.types import Prompt
@@ -196,9 +196,9 @@ def build_learner(config: ExperimentConfig, policy: ModelConfig, placement: Plac
         packed=learner.packing,
         head_chunk=learner.head_chunk,
         forward=ForwardOptions(
-            compute_dtype=None if config.policy.compute_dtype == "float32" else config.policy.compute_dtype,
-            remat=config.policy.remat,
-            scan_layers=config.policy.scan_layers,
+            compute_dtype=None if learner.compute_dtype == "float32" else learner.compute_dtype,
+            remat=learner.remat,
+            scan_layers=learner.scan_layers,
             attention_block=learner.attention_block,
             placement=placement,
         ),
@@ -214,8 +214,8 @@ def build_engine(
     On a mesh its rows, slots and KV cache are dealt out like the learner's rows. Its copy of the weights is cut by
     ``tensor`` and ``expert`` only: gathering them over ``fsdp`` for every token would be all that it does.
     """
-    rollout = config.rollout
-    rows = rollout.prompts_per_step * rollout.n_samples_per_prompt
+    settings = config.engine
+    rows = config.rollout.prompts_per_step * config.rollout.n_samples_per_prompt
     placement = None if policy.placement is None else Placement(policy.placement.mesh, SAMPLING_RULES)
     ways = 1 if placement is None else placement.ways("batch")
 
@@ -227,14 +227,24 @@ def build_engine(
         params,
         policy.tokenizer,
         version=version,
-        n_slots=dealt(min(rollout.engine_slots, rows)),
+        n_slots=dealt(min(settings.slots, rows)),
         max_len=max_len,
-        dtype=rollout.engine_dtype,
+        dtype=settings.dtype,
         prefill_rows=dealt(PREFILL_ROWS),
-        selection_noise=rollout.selection_noise,
+        selection_noise=settings.selection_noise,
         options=ForwardOptions(placement=placement),
         support=0 if support is None else support.size,
     )
+
+
+def check_reward(config: ExperimentConfig) -> None:
+    """Raises ``ValueError`` where the reward function cannot be imported or called as one."""
+    load_reward(config.reward.function)
+
+
+def method_label(config: ExperimentConfig, policy: ModelConfig) -> str:
+    """What the run is called by its method: ``-r3`` only where there are routes to replay."""
+    return config.method if policy.moe_layers else config.loss.label
 
 
 def build_grader(config: ExperimentConfig) -> Grader:
@@ -252,11 +262,6 @@ def recorded_routes(policy: ModelConfig) -> Routes | None:
 
 def recorded_support(config: ExperimentConfig, policy: ModelConfig) -> Support | None:
     """What recorded supports must look like in this run; None where there is nothing to replay."""
-    if not replays_support(config):
+    if not config.replays_support:
         return None
     return Support(min(config.sampling.top_k, policy.vocab_size), policy.vocab_size)
-
-
-def demonstrations(task: SortTask, seed: int, step: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The warm start's batch of ``step``: prompts and targets, a function of the seed and the step alone."""
-    return task.demonstrations(np.random.default_rng([seed, step]), n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,34 @@ from sat_jax import learner
 from sat_jax.config import ExperimentConfig
 from sat_jax.dataclass_json import from_dict
 from sat_jax.runs.checkpoint import Checkpoints
+from sat_jax.runs.folder import CONFIG_FILE, read_config
 from sat_jax.training import build
 
 
-def run_config(folder: Path) -> ExperimentConfig | None:
+def stored_config(folder: Path, loss: bool = True) -> ExperimentConfig | None:
     """The configuration of a run folder; None for a Hugging Face folder, whose config.json describes a model.
 
+    Args:
+        folder: the folder.
+        loss: False leaves the loss aside, whose rules may stand in files that have changed: enough to look at a policy.
+
     Raises:
-        ValueError: neither of the two, or ``config.json`` is damaged.
+        ValueError: neither of the two, a damaged ``config.json``, or one that this version of sat_jax cannot read.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no config.json: give a Hugging Face folder or a run folder")
+    record = read_config(folder)
+    if record is None:
+        return None
+    fields = record["config"] if loss else {k: v for k, v in record["config"].items() if k != "loss"}
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no valid JSON ({error}): restore it") from error
-    return from_dict(ExperimentConfig, record["config"]) if "versions" in record and "config" in record else None
+        return from_dict(ExperimentConfig, fields)
+    except ValueError as error:
+        written, now = record["versions"].get("sat_jax"), version("sat-jax")
+        if written == now:
+            raise ValueError(f"{folder / CONFIG_FILE}: {error}") from error
+        raise ValueError(
+            f"{folder} was written by sat_jax {written}, whose configuration sat_jax {now} cannot read ({error}): go "
+            "on with that version, or start a new run"
+        ) from error
 
 
 def checkpoint_params(

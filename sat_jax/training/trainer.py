@@ -1,13 +1,12 @@
 """The shell: owns the threads, the clock, the files and the counters of one run. Everything it calls is a smaller part.
 
-The loop is ``take -> batch -> step -> settle -> evaluate -> checkpoint -> publish``. ``settle`` waits until the engine
-has generated everything that older weights have to sample: a checkpoint taken then repeats exactly, and on one machine
-the two computations do not slow each other down.
+The loop is ``take -> (batch -> step) x updates -> settle -> evaluate -> checkpoint -> publish``. ``settle`` waits until
+the engine has generated everything that older weights have to sample: a checkpoint taken then repeats exactly, and on
+one machine the two computations do not slow each other down.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,12 +18,11 @@ import jax
 import numpy as np
 
 from sat_jax import learner
-from sat_jax.config import ExperimentConfig, WarmStartConfig, schedule
+from sat_jax.config import ExperimentConfig
 from sat_jax.data.batching import make_sft_batch
 from sat_jax.data.pipeline import PromptStream
 from sat_jax.dataclass_json import to_dict
-from sat_jax.learner import LearnerSpec
-from sat_jax.learner.compiled import Programs
+from sat_jax.learner import Programs
 from sat_jax.report import write_report
 from sat_jax.report.terminal import Display
 from sat_jax.rewards.grader import Grader
@@ -38,7 +36,7 @@ from sat_jax.runs.folder import CONFIG_FILE, LEDGER_FILE, locked, remove, write_
 from sat_jax.runs.reader import read_run
 from sat_jax.runs.writer import MetricsWriter
 from sat_jax.training import build, grading
-from sat_jax.training.assemble import Batches
+from sat_jax.training.assemble import Assembler
 from sat_jax.training.evaluation import Evaluation, evaluate
 from sat_jax.training.rollout_metrics import rollout_metrics, sample_records
 from sat_jax.training.signals import StopRequest, stop_on_signal
@@ -52,7 +50,7 @@ class Trainer:
     """One run in one folder.
 
     Args:
-        config: what to run; checked.
+        config: what to run.
         run_dir: the run folder; created by ``run``.
         resume: continue from the folder's newest checkpoint.
     """
@@ -72,51 +70,27 @@ class Trainer:
         with ExitStack() as stack:
             try:
                 # Nothing in the folder is touched before everything that can be wrong has been looked at.
-                placement = build.build_placement(self.config)
-                policy = build.build_policy(self.config, self.run_dir, placement)
-                problems = build.build_problems(self.config, policy.tokenizer)
-                context = build.context_length(self.config, policy.config, problems.longest_prompt)
-                programs = Programs(build.build_learner(self.config, policy.config, placement))
-                if self.config.warm_start is not None and problems.task is None:
-                    raise ValueError(
-                        f"warm_start needs demonstrations and {self.config.data.source} has none: use a configuration "
-                        "without a warm start"
-                    )
-                stream = PromptStream(problems.train, self.config.seed, shuffle=self.config.data.shuffle)
+                parts = _Parts.build(self.config, self.run_dir)
                 stack.enter_context(locked(self.run_dir))
                 checkpoints = Checkpoints(self.run_dir / "checkpoints")
                 stack.callback(checkpoints.close)
-                batches = Batches(self.config, policy, programs, context)
-                restored = self._restore(checkpoints, programs, batches, stream) if self._resume else None
+                restored = self._restore(checkpoints, parts) if self._resume else None
             except (ValueError, OSError):
                 if fresh:
                     remove(self.run_dir)
                 raise
-            write_config(self.run_dir, self.config.name, to_dict(self.config), resumed=self._resume)
+            label = build.method_label(self.config, parts.policy.config)
+            write_config(self.run_dir, self.config.name, label, to_dict(self.config), resumed=self._resume)
             start = 0 if restored is None else int(restored.state.step)
             writer = stack.enter_context(MetricsWriter(self.run_dir, resume_step=start if self._resume else None))
-            display = stack.enter_context(
-                Display(self.config.steps, name=f"{self.config.name}  {self.run_dir}", start_step=start)
-            )
+            title = f"{self.config.name}  {label}  {self.run_dir}"
+            display = stack.enter_context(Display(self.config.steps, name=title, start_step=start))
             if self._resume and restored is None:
                 display.message("no checkpoint yet: starting over")
-            if placement is None and jax.device_count() > 1:
+            if parts.policy.placement is None and jax.device_count() > 1:
                 display.message(f"using one of {jax.device_count()} devices: --mesh.data or --mesh.fsdp takes all")
             stop = stack.enter_context(stop_on_signal())
-            run = _Run(
-                self.config,
-                self.run_dir,
-                policy,
-                problems,
-                programs,
-                batches,
-                context,
-                stream,
-                checkpoints,
-                writer,
-                display,
-                stop,
-            )
+            run = _Run(self.config, self.run_dir, parts, checkpoints, writer, display, stop)
             finished = run.go(restored)
             final, kept = run.version, checkpoints.latest_step() is not None
         if not finished:
@@ -124,31 +98,34 @@ class Trainer:
             lost = "" if kept else " (nothing is checkpointed before the first step: the warm start will be repeated)"
             print(f"\nstopped at step {final} of {self.config.steps}; continue with\n  {resume}{lost}")
             return INTERRUPTED
-        write_report([self.run_dir], self.run_dir / "report.html")
         display.summary(read_run(self.run_dir))
-        print(f"report: {self.run_dir / 'report.html'}")
+        if self.config.report:
+            print(f"report: {write_report([self.run_dir], self.run_dir / 'report.html')}")
         return 0
 
-    def _restore(
-        self, checkpoints: Checkpoints, programs: Programs, batches: Batches, stream: PromptStream
-    ) -> _Restored | None:
+    def _restore(self, checkpoints: Checkpoints, parts: _Parts) -> _Restored | None:
         """The newest checkpoint, checked against this configuration; None where there is none yet."""
-        step = checkpoints.latest_step()
+        step, updates = checkpoints.latest_step(), self.config.learner.updates_per_batch
         if step is None:
             return None
         if step > self.config.steps:
             raise ValueError(
                 f"{self.run_dir} is at step {step} already, steps = {self.config.steps} lies behind it: raise --steps"
             )
-        restored = _Restored(*checkpoints.restore(step, programs.abstract_state()))
+        if step % updates:
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.run_dir} is not at the end of a batch of "
+                f"learner.updates_per_batch = {updates} updates: resume with the number that the run had"
+            )
+        restored = _Restored(*checkpoints.restore(step, parts.programs.abstract_state()))
         try:
-            batches.check(restored.groups)
+            parts.assembler.check(restored.groups)
         except ValueError as error:
             raise ValueError(
                 f"groups that wait in the checkpoint of step {step} were sampled under other settings ({error}): "
                 f"resume with the sampling.* and learner.* settings of {self.run_dir / CONFIG_FILE}"
             ) from error
-        stream.set_state(restored.host["stream"] | {"position": restored.host["queue"]["cursor"]})
+        parts.stream.set_state(restored.host["stream"] | {"position": restored.host["queue"]["cursor"]})
         return restored
 
 
@@ -160,42 +137,63 @@ class _Restored(NamedTuple):
     groups: list[Group]
 
 
+class _Parts(NamedTuple):
+    """What a run is made of, before anything of it starts."""
+
+    policy: build.Policy
+    problems: build.Problems
+    programs: Programs
+    assembler: Assembler
+    stream: PromptStream
+    context: int
+
+    @staticmethod
+    def build(config: ExperimentConfig, run_dir: Path) -> _Parts:
+        placement = build.build_placement(config)
+        policy = build.build_policy(config, run_dir, placement)
+        problems = build.build_problems(config, policy.tokenizer)
+        context = build.context_length(config, policy.config, problems.longest_prompt)
+        programs = Programs(build.build_learner(config, policy.config, placement))
+        build.check_reward(config)
+        if config.warm_start is not None and problems.task is None:
+            raise ValueError(
+                f"warm_start needs demonstrations and {config.data.source} has none: use a configuration without a "
+                "warm start"
+            )
+        stream = PromptStream(problems.train, config.seed, shuffle=config.data.shuffle)
+        return _Parts(policy, problems, programs, Assembler(config, policy, programs, context), stream, context)
+
+
 class _Run:
-    """The parts of a run that is under way."""
+    """A run that is under way."""
 
     def __init__(
         self,
         config: ExperimentConfig,
         run_dir: Path,
-        policy: build.Policy,
-        problems: build.Problems,
-        programs: Programs,
-        batches: Batches,
-        context: int,
-        stream: PromptStream,
+        parts: _Parts,
         checkpoints: Checkpoints,
         writer: MetricsWriter,
         display: Display,
         stop: StopRequest,
     ) -> None:
-        self.config, self.run_dir, self.policy, self.problems = config, run_dir, policy, problems
-        self.programs, self.batches = programs, batches
-        self.context, self.stream, self.checkpoints = context, stream, checkpoints
-        self.writer, self.display, self.stop = writer, display, stop
+        self.config, self.run_dir, self.parts = config, run_dir, parts
+        self.checkpoints, self.writer, self.display, self.stop = checkpoints, writer, display, stop
         self.version = 0
 
     # ------------------------------------------------------------------ the run
 
     def go(self, restored: _Restored | None) -> bool:
         """From warm start, or from a checkpoint, to the end; False where it was asked to stop."""
+        parts = self.parts
         if restored is None:
-            params = self._warm_start(self.policy.params)
+            params = self._warm_start(parts.policy.params)
             if params is None:
                 return False
-            state = self.programs.init_state(params)
+            state = parts.programs.init_state(params)
         else:
             state = restored.state
-            for leaf in jax.tree.leaves(self.policy.params):  # the checkpoint's take their place
+            for leaf in jax.tree.leaves(parts.policy.params):  # the checkpoint's take their place
                 leaf.delete()
         self.version = int(state.step)
         if self.config.loss.kl_loss_coef > 0:
@@ -205,92 +203,104 @@ class _Run:
 
         with ExitStack() as stack:
             grader = stack.enter_context(build.build_grader(self.config))
-            grade = grading.graded_with_advantages(self.config, grader)
-            evaluator = build.build_engine(self.config, self.policy, state.params, self.version, self.context)
+            evaluator = build.build_engine(self.config, parts.policy, state.params, self.version, parts.context)
             stack.callback(evaluator.close)
             if restored is None and not self._evaluate(evaluator, grader, state):
                 return False
             engine = build.build_engine(
-                self.config, self.policy, state.params, self.version, self.context, self.batches.support
+                self.config, parts.policy, state.params, self.version, parts.context, parts.assembler.support
             )
             stack.callback(engine.close)
+            grade = grading.graded_with_advantages(self.config, grader)
             queue, worker = self._rollout_side(engine, grade, restored)
             stack.callback(queue.close)
             stack.callback(worker.stop)
-            self.batches.keep(state.params, self.version)
+            parts.assembler.keep(state.params, self.version)
             worker.start()
             return self._loop(state, queue, worker, evaluator, grader)
 
     def _loop(
         self, state: TrainState, queue: GroupQueue, worker: RolloutWorker, evaluator: Engine, grader: Grader
     ) -> bool:
-        config, n = self.config, self.config.rollout.prompts_per_step
-        clock = worker.clock()
+        config, clock = self.config, worker.clock()
         while self.version < config.steps and not self.stop.requested:
-            began = time.perf_counter()
-            self.stop.wake = queue.stop  # only here: elsewhere a stop waits for the end of the step
+            began, first = time.perf_counter(), self.version
+            self.stop.wake = queue.stop  # only here: elsewhere a stop waits for the end of the batch
             try:
-                groups = queue.take(n, self.version)
+                groups = queue.take(config.rollout.prompts_per_step, first)
             except QueueStopped:
                 break
             finally:
                 self.stop.wake = lambda: None
             if not groups:
-                self.display.message(f"the prompts ran out at step {self.version}")
+                self.display.message(f"the prompts ran out at step {first}")
                 break
             waited = time.perf_counter() - began
-            batch, sample_log_probs = self.batches.make(groups, state.params)
-            state, device_metrics = self.programs.train_step(state, batch)
-            metrics = {key: float(value) for key, value in jax.device_get(device_metrics).items()}
-            took = time.perf_counter() - began - waited
-            before, self.version = self.version, self.version + 1
-            queue.trained(groups, self.version)
-            last = self.version == config.steps or self.stop.requested
-            evaluation_due = bool(config.evaluation.interval) and self.version % config.evaluation.interval == 0
-            checkpoint_due = bool(config.checkpoint_interval) and self.version % config.checkpoint_interval == 0
+            began += waited
+            parts = self.parts.assembler.split(groups)
+            batches = [self.parts.assembler.make(part, state.params) for part in parts]
+            lines: list[tuple[int, dict[str, Any], list[dict[str, Any]]]] = []
+            for part, batch in zip(parts, batches, strict=True):
+                shown = self.parts.assembler.shown_log_probs(part, batch, state.params)
+                state, device_metrics = self.parts.programs.train_step(state, batch)
+                metrics = {key: float(value) for key, value in jax.device_get(device_metrics).items()}
+                took = time.perf_counter() - began
+                before, self.version = self.version, self.version + 1
+                queue.trained(part, self.version)
+                metrics |= rollout_metrics(part, before) | _speed(batch, took)
+                lines.append((self.version, metrics, sample_records(part, shown, self.parts.policy.tokenizer)))
+                began = time.perf_counter()
             settled = time.perf_counter()
+            last = self.version == config.steps or self.stop.requested
+            evaluation_due = self._due(config.evaluation.interval, first)
+            checkpoint_due = self._due(config.checkpoint_interval, first)
             if last or evaluation_due or checkpoint_due or not config.rollout.overlap:
                 worker.settle(self.version)
             waited += time.perf_counter() - settled
-            metrics |= self.batches.delta_metrics(batch) | rollout_metrics(groups, before)
+            # Only now, for in the middle of a batch how many groups wait is a matter of timing.
             now = worker.clock()
-            metrics |= self._clock_metrics(batch, queue, waited, took, {k: now[k] - clock[k] for k in now})
+            shared = _queue_metrics(queue, waited / len(lines), {k: (now[k] - clock[k]) / len(lines) for k in now})
             clock = now
-            self.writer.log(self.version, metrics)
-            self.writer.log_samples(self.version, sample_records(groups, sample_log_probs, self.policy.tokenizer))
-            self.display.step(self.version, metrics)
-            if not np.isfinite(metrics["train/grad_norm"]):
+            for step, metrics, samples in lines:
+                self.writer.log(step, metrics | shared)
+                self.writer.log_samples(step, samples)
+                self.display.step(step, metrics | shared)
+            skipped = [step for step, metrics, _ in lines if not np.isfinite(metrics["train/grad_norm"])]
+            if skipped:
                 self._checkpoint(state, queue)
                 raise FloatingPointError(
-                    f"the gradient of step {self.version} is not finite; the update was withheld and the state saved. "
+                    f"the gradient of step {skipped[0]} is not finite; the update was withheld and the state saved. "
                     "Look at samples.jsonl and metrics.jsonl of that step before resuming"
                 )
             if not self.stop.requested and (evaluation_due or self.version == config.steps):
                 self._evaluate(evaluator, grader, state)
             if checkpoint_due or last or self.stop.requested:
                 self._checkpoint(state, queue)
-            if not last:
-                self.batches.keep(state.params, self.version)
-                worker.publish(state.params, self.version)
+            if not last and worker.publish(state.params, self.version):
+                self.parts.assembler.keep(state.params, self.version)
         if self.stop.requested:
             self._checkpoint(state, queue)
         return self.version >= config.steps
+
+    def _due(self, interval: int, first: int) -> bool:
+        """Whether the batch that began at version ``first`` reached or passed a multiple of ``interval`` steps."""
+        return bool(interval) and self.version // interval > first // interval
 
     # ------------------------------------------------------------------ before the loop
 
     def _warm_start(self, params: Any) -> Any | None:
         """Parameters after supervised learning on demonstrations; None where the run was asked to stop."""
-        warm, task = self.config.warm_start, self.problems.task
+        warm, task = self.config.warm_start, self.parts.problems.task
         if warm is None or task is None:
             return params
-        programs = Programs(_supervised_spec(self.programs.spec, warm))
+        programs = Programs(learner.supervised_spec(self.parts.programs.spec, warm.lr, warm.warmup_steps))
         state = programs.init_state(params)
         for i in range(warm.steps):
             if self.stop.requested:
                 return None
-            prompts, targets = build.demonstrations(task, self.config.seed, i, warm.batch_size)
+            prompts, targets = task.demonstrations(np.random.default_rng([self.config.seed, i]), warm.batch_size)
             batch = make_sft_batch(
-                list(prompts), list(targets), widths=self.batches.widths, rows_multiple=programs.row_ways
+                list(prompts), list(targets), widths=self.parts.assembler.widths, rows_multiple=programs.row_ways
             )
             state, metrics = programs.supervised_step(state, programs.place(batch))
             if i % 20 == 0 or i == warm.steps - 1:
@@ -301,23 +311,21 @@ class _Run:
         """The frozen reference policy: the weights that RL starts from, kept on disk for a resumed run."""
         folder = self.run_dir / "reference"
         if fresh:
-            self.batches.reference = copy_params(params)
-            save_params(folder, self.batches.reference)
+            self.parts.assembler.reference = copy_params(params)
+            save_params(folder, self.parts.assembler.reference)
         else:
-            self.batches.reference = restore_params(folder, params)
+            self.parts.assembler.reference = restore_params(folder, params)
 
     def _rollout_side(
-        self,
-        engine: Engine,
-        grade: Callable[[Sequence[Group]], list[Group]],
-        restored: _Restored | None,
+        self, engine: Engine, grade: Callable[[Sequence[Group]], list[Group]], restored: _Restored | None
     ) -> tuple[GroupQueue, RolloutWorker]:
-        config, rollout = self.config, self.config.rollout
+        config, rollout, updates = self.config, self.config.rollout, self.config.learner.updates_per_batch
         ledger_path = self.run_dir / LEDGER_FILE
         history = read_ledger(ledger_path) if ledger_path.exists() else []
         queue = GroupQueue(
             rollout.prompts_per_step,
             rollout.max_staleness,
+            updates_per_batch=updates,
             on_stale=rollout.stale_policy,
             max_groups=rollout.queue_groups or None,
             last_step=config.steps,
@@ -326,39 +334,23 @@ class _Run:
             version=self.version,
         )
         if restored is not None:
-            queue.restore(restored.host["queue"], restored.groups, self.stream.at, history)
-            if not restored.groups and schedule(rollout).max_lag and self.version < config.steps:
+            queue.restore(restored.host["queue"], restored.groups, self.parts.stream.at, history)
+            if not restored.groups and rollout.schedule.max_lag and self.version < config.steps:
                 self.display.message("nothing was waiting in the checkpoint: the lag builds up again from 0")
         worker = RolloutWorker(
             engine,
             queue,
-            self.stream,
+            self.parts.stream,
             grade,
             group_size=rollout.n_samples_per_prompt,
             params=config.sampling,
-            schedule=dataclasses.replace(schedule(rollout), start=self.version),
+            schedule=rollout.schedule,
+            updates_per_batch=updates,
             seed=config.seed,
         )
         return queue, worker
 
-    # ------------------------------------------------------------------ inside the loop
-
-    def _clock_metrics(
-        self, batch: Batch, queue: GroupQueue, waited: float, took: float, clock: dict[str, float]
-    ) -> dict[str, float]:
-        counts = queue.counts()
-        tokens = float(np.sum(np.asarray(batch.segment_ids) > 0))
-        # While nothing is sampled (the last batches are waiting already) there is no rate to report.
-        sampled = {"rollout/tokens_per_s": clock["tokens"] / clock["engine_s"]} if clock["tokens"] > 0 else {}
-        return sampled | {
-            "async/queue_groups": counts["ready"],
-            "async/dropped_stale": counts["stale"],
-            "perf/step_time_s": took,
-            "perf/tokens_per_s": tokens / took,
-            "perf/batch_fill": tokens / batch.segment_ids.size,
-            "perf/rollout_wait_s": waited,
-            "perf/train_wait_s": clock["wait_s"],
-        }
+    # ------------------------------------------------------------------ at the end of a batch
 
     def _evaluate(self, engine: Engine, grader: Grader, state: TrainState) -> bool:
         """One evaluation of the current weights, written and shown; False where the run was asked to stop."""
@@ -376,7 +368,7 @@ class _Run:
         )
         result: Evaluation = evaluate(
             engine,
-            self.problems.heldout,
+            self.parts.problems.heldout,
             partial(grading.graded, grader),
             params,
             config.evaluation.k,
@@ -389,14 +381,29 @@ class _Run:
 
     def _checkpoint(self, state: TrainState, queue: GroupQueue) -> None:
         counters, groups = queue.snapshot()
-        if self.batches.keeps_sampler:  # their sampling weights are not kept: they are generated again
+        if self.parts.assembler.keeps_sampler:  # their sampling weights are not kept: they are generated again
             counters["in_flight"] = sorted(counters["in_flight"] + counters["held"])
             counters["held"], groups = [], []
-        self.checkpoints.save(state, {"queue": counters, "stream": self.stream.get_state()}, groups)
+        self.checkpoints.save(state, {"queue": counters, "stream": self.parts.stream.get_state()}, groups)
 
 
-def _supervised_spec(spec: LearnerSpec, warm: WarmStartConfig) -> LearnerSpec:
-    rate = learner.learning_rate(warm.lr, warm.warmup_steps)
-    return dataclasses.replace(
-        spec, optimizer=learner.adam(rate, 0.9, 0.98, 1e-8), schedule=rate, routing_replay=False, micro_batches=1
-    )
+def _speed(batch: Batch, took: float) -> dict[str, float]:
+    tokens = float(np.sum(np.asarray(batch.segment_ids) > 0))
+    return {
+        "perf/step_time_s": took,
+        "perf/tokens_per_s": tokens / took,
+        "perf/batch_fill": tokens / batch.segment_ids.size,
+    }
+
+
+def _queue_metrics(queue: GroupQueue, waited: float, clock: dict[str, float]) -> dict[str, float]:
+    """What an update's line says of the rollout side: an equal share of what the batch cost."""
+    counts = queue.counts()
+    # While nothing is sampled (the last batches are waiting already) there is no rate to report.
+    sampled = {"rollout/tokens_per_s": clock["tokens"] / clock["engine_s"]} if clock["tokens"] > 0 else {}
+    return sampled | {
+        "async/queue_groups": counts["ready"],
+        "async/dropped_stale": counts["stale"],
+        "perf/rollout_wait_s": waited,
+        "perf/train_wait_s": clock["wait_s"],
+    }

@@ -15,7 +15,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from tests.helpers import ROOT
 from sat_jax import kernels, losses
-from tests.conformance.subjects import batch
+from sat_jax.testing.rules import sample_inputs as batch
 
 inputs = batch(16, 32)
 found = {"devices": jax.device_count(), "q": {}, "loss": {}, "collectives": []}
@@ -53,7 +53,7 @@ for method in ("sat-grpo", "sat-gspo"):
     found["q"][method], found["loss"][method] = qs, values
 
 # Scope device: each device's rows have a quantile of their own.
-local = losses.LossConfig(rules=("ppo", "sat"), sat=losses.rules.sat.Sat(scope="device", shards=8))
+local = losses.LossConfig(rules=(losses.Ppo(), losses.Sat(scope="device", shards=8)))
 _, metrics = jax.jit(losses.make_loss(local))(jax.device_put(inputs, NamedSharding(mesh, P("data"))))
 d = np.abs(np.asarray(inputs.log_probs) - np.asarray(inputs.behavior_log_probs))
 mask, gated = np.asarray(inputs.loss_mask), 0

@@ -13,14 +13,20 @@ from sat_jax.runs.writer import MetricsWriter
 EPS = 0.2
 
 
+RULES = [
+    {"class": "sat_jax.losses.rules.ppo:Ppo"},
+    {"class": "sat_jax.losses.rules.sat:Sat", "alpha": 0.9, "exponent": 2.0},
+]
+
+
 def write_config(folder: Path, name: str = "sat_gspo_demo", **loss: object) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "name": name,
         "seed": 0,
         "steps": 200,
-        "rollout": {"regime": "fixed_delay", "fixed_delay": 8, "prompts_per_step": 32, "n_samples_per_prompt": 8},
-        "loss": {"method": "sat-gspo", "eps_low": EPS, "eps_high": EPS, "sat": {"alpha": 0.9, "exponent": 2}, **loss},
+        "rollout": {"schedule": {"delay": 8, "interval": 1}, "prompts_per_step": 32, "n_samples_per_prompt": 8},
+        "loss": {"name": "sat-gspo", "eps_low": EPS, "eps_high": EPS, "rules": RULES, **loss},
         "optimizer": {"lr": 6e-4, "b1": 0.9, "b2": 0.98},
         "policy": {"path": "", "init": {"hidden_size": 64, "num_hidden_layers": 2, "num_experts": 8}},
         "warm_start": None,
@@ -28,7 +34,7 @@ def write_config(folder: Path, name: str = "sat_gspo_demo", **loss: object) -> N
     info = {
         "name": name,
         "config": config,
-        "versions": {"sat_jax": "0.1.0", "jax": "0.10.2", "python": "3.11.7"},
+        "versions": {"sat_jax": "0.2.0", "jax": "0.10.2", "python": "3.11.7"},
         "devices": ["TFRT_CPU_0"],
         "git_commit": None,
         "command": ["sat-jax", "train", "--seed", "0"],
@@ -45,13 +51,12 @@ def make_run(
     samples_per_step: int = 2,
     sat: bool = True,
     seed: int = 0,
-    tensorboard: bool = False,
 ) -> Path:
     """Write a whole run folder; ``sat=False`` leaves out what only SAT logs."""
     rng = np.random.default_rng(seed)
     write_config(folder, name)
     now = iter(range(1_700_000_000, 2_000_000_000))
-    with MetricsWriter(folder, tensorboard=tensorboard, clock=lambda: float(next(now))) as writer:
+    with MetricsWriter(folder, clock=lambda: float(next(now))) as writer:
         writer.log_evaluation(0, evaluation(0.0, rng))
         for step in range(1, steps + 1):
             progress = step / steps

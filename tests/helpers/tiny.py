@@ -7,14 +7,16 @@ from typing import Any
 
 from sat_jax.config import (
     DataConfig,
+    EngineConfig,
     EvaluationConfig,
     ExperimentConfig,
     OptimizerConfig,
     RolloutConfig,
+    SamplingParams,
     WarmStartConfig,
+    fixed_delay,
     load_config,
 )
-from sat_jax.rollout.engine import SamplingParams
 
 
 def tiny() -> ExperimentConfig:
@@ -37,9 +39,8 @@ def tiny() -> ExperimentConfig:
         policy=replace(base.policy, init=model),
         data=DataConfig(source="toy:sort2/train?size=40"),
         sampling=SamplingParams(max_new_tokens=4),
-        rollout=RolloutConfig(
-            prompts_per_step=2, n_samples_per_prompt=4, fixed_delay=2, max_staleness=4, engine_slots=8
-        ),
+        rollout=RolloutConfig(prompts_per_step=2, n_samples_per_prompt=4, schedule=fixed_delay(2), max_staleness=4),
+        engine=EngineConfig(slots=8),
         optimizer=OptimizerConfig(lr=3e-3),
         warm_start=WarmStartConfig(steps=80, batch_size=32, lr=1e-2, warmup_steps=5),
         evaluation=EvaluationConfig(source="toy:sort2/test?size=6", problems=6, k=2, interval=3),

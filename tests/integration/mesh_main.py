@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from sat_jax.config import ExperimentConfig, MeshConfig
+from sat_jax.config import ExperimentConfig, MeshConfig, fixed_delay
 from sat_jax.rollout.local import LocalEngine
-from sat_jax.training import build
+from sat_jax.runs.checkpoint import Checkpoints
+from sat_jax.training import Trainer, build
 from sat_jax.training.restore import checkpoint_params
-from sat_jax.training.trainer import Trainer, _Run
 from tests.helpers.tiny import tiny
 
 MESH = MeshConfig(data=2, fsdp=2, expert=2)
@@ -34,7 +34,7 @@ def config(mesh: MeshConfig, packing: bool = False) -> ExperimentConfig:
         checkpoint_interval=MIDDLE,
         mesh=mesh,
         sampling=replace(base.sampling, max_new_tokens=12),
-        rollout=replace(base.rollout, fixed_delay=1),
+        rollout=replace(base.rollout, schedule=fixed_delay(1)),
         learner=replace(base.learner, packing=packing),
         loss=replace(base.loss, kl_loss_coef=1e-2),
         evaluation=replace(base.evaluation, interval=0),
@@ -83,18 +83,18 @@ def main() -> None:
     report: dict[str, Any] = {"devices": jax.device_count()}
     states: list[dict[str, float]] = []
     engines: list[LocalEngine] = []
-    checkpoint, make_engine = _Run._checkpoint, build.build_engine
+    save, make_engine = Checkpoints.save, build.build_engine
 
-    def seen_checkpoint(self: _Run, state: Any, queue: Any) -> None:
+    def seen_save(self: Checkpoints, state: Any, host: Any, groups: Any) -> None:
         states.append(shares(state))
         report["engine"] = shares((engines[-1]._params, engines[-1]._cache)), engines[-1].compilations
-        checkpoint(self, state, queue)
+        save(self, state, host, groups)
 
     def seen_engine(*args: Any) -> LocalEngine:
         engines.append(make_engine(*args))
         return engines[-1]
 
-    _Run._checkpoint, build.build_engine = seen_checkpoint, seen_engine  # type: ignore[method-assign]
+    Checkpoints.save, build.build_engine = seen_save, seen_engine  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder)
         assert Trainer(config(MeshConfig()), runs / "alone").run() == 0

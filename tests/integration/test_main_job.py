@@ -17,7 +17,8 @@ import pytest
 
 from sat_jax import losses
 from sat_jax.cli.main import main
-from sat_jax.config import ExperimentConfig, LearnerConfig
+from sat_jax.config import ExperimentConfig, LearnerConfig, Schedule, batchwise, fixed_delay, free_running, synchronous
+from sat_jax.losses import Decoupled, LossConfig, Ppo
 from sat_jax.metrics import METRICS
 from sat_jax.rollout.ledger import audit, read_ledger
 from sat_jax.runs.writer import MetricsWriter
@@ -45,7 +46,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_run_folder_is_what_the_interface_promises(finished: Path) -> None:
     record = json.loads((finished / "config.json").read_text())
-    assert record["config"]["loss"]["name"] == "sat-gspo-r3"
+    assert record["method"] == "sat-gspo-r3"
     assert set(record["versions"]) == {"sat_jax", "jax", "python"}
     lines = _lines(finished / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -166,17 +167,53 @@ def test_a_crash_after_the_checkpoint_loses_nothing(
 
 
 @pytest.mark.parametrize(
-    ("regime", "lags"),
-    [({"regime": "sync"}, [0, 0, 0, 0]), ({"regime": "interval", "update_weights_interval": 2}, [0, 1, 2, 1])],
+    ("schedule", "lags"),
+    [(synchronous(), [0, 0, 0, 0]), (batchwise(2), [0, 1, 2, 1])],
 )
-def test_the_other_scheduled_regimes(regime: dict[str, Any], lags: list[int], tmp_path: Path) -> None:
-    config = variant(steps=4, rollout=replace(tiny().rollout, **regime))
+def test_the_other_scheduled_regimes(schedule: Schedule, lags: list[int], tmp_path: Path) -> None:
+    config = variant(steps=4, rollout=replace(tiny().rollout, schedule=schedule))
     assert Trainer(config, tmp_path / "run").run() == 0
     assert [line["async/staleness_mean"] for line in _metrics(tmp_path / "run")] == lags
 
 
+def test_a_batch_serves_several_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two updates of one group each: published, checkpointed and evaluated at batch ends, logged per update."""
+    config = variant(
+        steps=8,
+        checkpoint_interval=3,
+        rollout=replace(tiny().rollout, schedule=fixed_delay(1), max_staleness=3),
+        learner=replace(tiny().learner, updates_per_batch=2),
+        loss=LossConfig(rules=(Ppo(), Decoupled()), denominator="proximal"),
+    )
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert Trainer(config, whole).run() == 0
+    lines = _metrics(whole)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [line["async/staleness_mean"] for line in lines] == [0, 1, 2, 3, 2, 3, 2, 3]
+    assert [e["step"] for e in _lines(whole / "evaluations.jsonl")] == [0, 4, 6, 8]  # every 3 steps, at batch ends
+    assert {int(p.name) for p in (whole / "checkpoints").iterdir() if p.name.isdigit()} == {6, 8}
+    # The proximal policy is that at the start of the batch: the first update's ratio is 1, the second's is not.
+    assert all(line["train/ratio_max"] == pytest.approx(1, abs=1e-6) for line in lines[::2])
+    assert any(abs(line["train/ratio_max"] - 1) > 1e-4 for line in lines[1::2])
+    assert audit(read_ledger(whole / "ledger.jsonl")).clean
+    # Asked to stop at step 6, it stops there; resumed, it is the same run.
+    with _at_step(6, lambda: os.kill(os.getpid(), signal.SIGINT), monkeypatch):
+        assert Trainer(config, broken).run() == INTERRUPTED
+    assert [line["step"] for line in _lines(broken / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert Trainer(config, broken, resume=True).run() == 0
+    assert _metrics(broken) == lines
+    other = replace(
+        config,
+        steps=9,
+        learner=replace(config.learner, updates_per_batch=3),
+        rollout=replace(config.rollout, prompts_per_step=3, max_staleness=9),
+    )
+    with pytest.raises(ValueError, match=r"step 8 .* is not at the end of a batch of learner\.updates_per_batch = 3"):
+        Trainer(other, broken, resume=True).run()
+
+
 def test_free_running(tmp_path: Path) -> None:
-    rollout = replace(tiny().rollout, regime="async", update_weights_interval=1, overlap=True)
+    rollout = replace(tiny().rollout, schedule=free_running(), overlap=True)
     assert Trainer(variant(rollout=rollout), tmp_path / "run").run() == 0
     lines = _metrics(tmp_path / "run")
     assert len(lines) == 6
@@ -189,7 +226,7 @@ def test_other_methods_of_table_1(name: str, tmp_path: Path) -> None:
     config = variant(
         steps=4,
         loss=losses.method(name),
-        learner=LearnerConfig(routing_replay=losses.method_uses_replay(name), micro_batches=2, log_delta=True),
+        learner=LearnerConfig(routing_replay=False, micro_batches=2, log_delta=True),
     )
     assert Trainer(config, tmp_path / "run").run() == 0
     last = _metrics(tmp_path / "run")[-1]
@@ -200,11 +237,14 @@ def test_other_methods_of_table_1(name: str, tmp_path: Path) -> None:
 def test_routing_replay_undoes_an_engine_that_selects_other_experts(tmp_path: Path) -> None:
     """Only the selection is perturbed: with the recorded experts learner and engine agree at lag 0, without they do
     not."""
-    noisy = replace(tiny().rollout, regime="sync", selection_noise=1.0)
+    noisy = {
+        "rollout": replace(tiny().rollout, schedule=synchronous()),
+        "engine": replace(tiny().engine, selection_noise=1.0),
+    }
     found = {}
     for replay in (True, False):
         run = tmp_path / str(replay)
-        config = variant(steps=1, rollout=noisy, learner=replace(tiny().learner, routing_replay=replay))
+        config = variant(steps=1, **noisy, learner=replace(tiny().learner, routing_replay=replay))
         assert Trainer(config, run).run() == 0
         found[replay] = _metrics(run)[0]
     assert found[True]["train/d_bar"] < 1e-5

@@ -47,8 +47,8 @@ def prompts(tmp_path: Path) -> Path:
 
 SMALL = [
     *("--steps", "2", "--samples_per_step", "2", "--reward.workers", "0"),
-    *("--rollout.prompts_per_step", "2", "--rollout.n_samples_per_prompt", "2", "--rollout.engine_slots", "4"),
-    *("--rollout.fixed_delay", "0", "--sampling.max_new_tokens", "6"),
+    *("--rollout.prompts_per_step", "2", "--rollout.n_samples_per_prompt", "2", "--engine.slots", "4"),
+    *("--rollout.schedule.delay", "0", "--sampling.max_new_tokens", "6"),
     *("--evaluation.problems", "2", "--evaluation.k", "1"),
 ]
 

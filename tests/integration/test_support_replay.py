@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from sat_jax import losses
-from sat_jax.config import ExperimentConfig, LearnerConfig
+from sat_jax.config import ExperimentConfig, LearnerConfig, synchronous
 from sat_jax.rollout.engine import SamplingParams
-from sat_jax.training.trainer import Trainer
+from sat_jax.training import Trainer
 from tests.helpers.tiny import tiny, variant
 from tests.integration.test_main_job import _at_step
 
@@ -36,7 +36,7 @@ def _config(**changes: Any) -> ExperimentConfig:
 
 
 def test_at_lag_0_engine_and_learner_agree_over_the_support(tmp_path: Path) -> None:
-    config = _config(steps=3, rollout=replace(tiny().rollout, regime="sync"))
+    config = _config(steps=3, rollout=replace(tiny().rollout, schedule=synchronous()))
     assert Trainer(config, tmp_path / "on").run() == 0
     for line in _metrics(tmp_path / "on"):
         assert line["train/d_bar"] < 1e-5
@@ -57,7 +57,7 @@ def test_every_pass_replays(tmp_path: Path) -> None:
     """Packed rows, micro-batches, the reference policy and the weights that sampled: one set of tokens for all."""
     config = _config(
         steps=3,
-        loss=replace(losses.method("sat-gspo-r3"), kl_loss_coef=1e-3),
+        loss=replace(losses.method("sat-gspo"), kl_loss_coef=1e-3),
         learner=LearnerConfig(micro_batches=2, log_delta=True, packing=True),
     )
     assert Trainer(config, tmp_path / "run").run() == 0

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from sat_jax import hub, losses, model
-from sat_jax.losses import LossConfig, LossInputs
+from sat_jax.losses import LossConfig, LossInputs, Ppo, Tis
 from tests.helpers import DATA
 
 CHECKPOINT = DATA / "model" / "moe_top4_norm"
@@ -24,7 +24,7 @@ AUX_COEFFICIENT = 0.001  # router_aux_loss_coef in the checkpoint's config.json
 # the ratio (use_bias_correction_kl), which its recorded losses show, and not by that weight.
 CONFIG = LossConfig(
     name="trl dapo",
-    rules=("ppo", "tis"),
+    rules=(Ppo(), Tis()),
     denominator="rollout_policy",
     eps_low=0.2,
     eps_high=0.28,

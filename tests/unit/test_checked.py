@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 
-from sat_jax.checked import Checked, Count, Natural, NonNegative, Positive, Range, Share, numeric_fields
+from sat_jax.checked import Checked, Count, Natural, NonNegative, Positive, Range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Record(Checked, section="record"):
     lr: NonNegative = 1e-6
     eps: Positive = 0.2
     b1: Annotated[float, Range(0, 1, below=True, why="it is a decay")] = 0.9
-    share: Share | None = None
+    share: Annotated[float, Range(0, 1)] | None = None
     kind: Literal["a", "b"] = "a"
     on: bool = True
     name: str = ""
@@ -85,9 +85,3 @@ def test_a_fields_own_rule_comes_after_its_range() -> None:
         Band(low=math.nan)
     with pytest.raises(ValueError, match=r"band \[3.0, 2.0\] is empty"):
         Band(low=3)
-
-
-def test_numeric_fields_come_with_their_ranges() -> None:
-    found = numeric_fields(Record)
-    assert list(found) == ["steps", "seed", "delay", "lr", "eps", "b1", "share"]
-    assert found["b1"] == Range(0, 1, below=True, why="it is a decay")

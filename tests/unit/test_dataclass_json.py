@@ -6,17 +6,19 @@ from typing import Literal
 
 import pytest
 
-from sat_jax.dataclass_json import field_paths, from_dict, nearest, to_dict
+from sat_jax.checked import Checked
+from sat_jax.dataclass_json import from_dict, to_dict
+from sat_jax.names import nearest
 
 
 @dataclass(frozen=True)
-class _Inner:
+class _Inner(Checked, section="inner"):
     alpha: float = 0.9
     mode: Literal["a", "b"] = "a"
 
 
 @dataclass(frozen=True)
-class _Outer:
+class _Outer(Checked, section=""):
     steps: int
     inner: _Inner = field(default_factory=_Inner)
     maybe: _Inner | None = None
@@ -36,11 +38,11 @@ def test_round_trip_through_json() -> None:
         ({"steps": 1, "iner": {}}, r"no field 'iner'; did you mean 'inner'\?"),
         ({"steps": 1, "inner": {"alhpa": 1.0}}, r"inner has no field 'alhpa'; did you mean 'alpha'\?"),
         ({}, "lacks the required field 'steps'"),
-        ({"steps": "three"}, "steps = 'three': expected int"),
-        ({"steps": True}, "steps = True: expected int"),
-        ({"steps": 1, "on": 1}, "on = 1: expected bool"),
-        ({"steps": 1, "inner": {"mode": "c"}}, "inner.mode = 'c' is not one of its choices"),
-        ({"steps": 1, "names": "xy"}, "names = 'xy': expected a list"),
+        ({"steps": "three"}, "steps = 'three': must be a whole number"),
+        ({"steps": True}, "steps = True: must be a whole number"),
+        ({"steps": 1, "on": 1}, "on = 1: must be bool"),
+        ({"steps": 1, "inner": {"mode": "c"}}, "inner.mode = 'c': must be one of a, b"),
+        ({"steps": 1, "names": "xy"}, "names = 'xy': must be a tuple"),
         ({"steps": 1, "maybe": 3}, "maybe: expected an object"),
     ],
 )
@@ -51,13 +53,8 @@ def test_a_wrong_entry_is_named_with_its_path(data: dict[str, object], message: 
 
 def test_an_integer_is_a_float_but_not_the_reverse() -> None:
     assert from_dict(_Inner, {"alpha": 1}).alpha == 1.0
-    with pytest.raises(ValueError, match=r"steps = 1.5: expected int"):
+    with pytest.raises(ValueError, match=r"steps = 1.5: must be a whole number"):
         from_dict(_Outer, {"steps": 1.5})
-
-
-def test_paths_name_the_leaves() -> None:
-    assert field_paths(_Outer(1)) == ["steps", "inner.alpha", "inner.mode", "maybe", "names", "on"]
-    assert "maybe.alpha" in field_paths(_Outer(1, maybe=_Inner()))
 
 
 def test_nearest_lists_what_is_there_when_nothing_is_close() -> None:

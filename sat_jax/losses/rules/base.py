@@ -9,16 +9,22 @@ elementwise on a ``Token`` record, so ``jax.vmap(jax.grad(...))`` over a grid of
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from sat_jax.checked import Checked
 from sat_jax.losses.masked import Sequences
 
+if TYPE_CHECKING:
+    from sat_jax.losses.config import LossConfig
+
 Kind = Literal["surrogate", "radius", "mask", "weight", "penalty"]
+Scope = Literal["batch", "microbatch", "device"]
 
 
 @struct.dataclass
@@ -79,25 +85,56 @@ class Contraction:
     gate: jax.Array
 
 
+def snake_case(name: str) -> str:
+    """``DualClip`` -> ``dual_clip``, ``SAT`` -> ``sat``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """Base of all rules. Subclass one of the five kinds below, one rule a file, and give ``LossConfig`` a field for it.
+class Rule(Checked):
+    """Base of all rules: subclass one of the five kinds below, as a frozen dataclass of its settings, in any file.
+
+    Its name in a loss is the snake_case of its class: ``DualClip`` is ``dual_clip``, and so are its dotted overrides.
 
     Class attributes:
-        kind: which handle it is.
+        kind: which handle it is; the five kinds set it.
         source: paper and equation.
         summary: one line for ``sat-jax methods``.
         needs: names of optional ``LossInputs`` arrays it cannot do without.
     """
 
     kind: ClassVar[Kind]
-    source: ClassVar[str]
-    summary: ClassVar[str]
+    source: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
     needs: ClassVar[tuple[str, ...]] = ()
+    open_to_subclasses: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(section=snake_case(cls.__name__), **kwargs)
+        known = {name for base in cls.__mro__[1:] for name in vars(base)}
+        for name, value in vars(cls).items():
+            is_setting = not (name.startswith("_") or callable(value) or hasattr(value, "__get__"))
+            if is_setting and name not in known and name not in cls.__annotations__:
+                raise ValueError(
+                    f"{cls.__name__}.{name} = {value!r} has no annotation, so it would be no setting: write "
+                    f"'{name}: {type(value).__name__} = {value!r}'"
+                )
+
+    @property
+    def name(self) -> str:
+        """What the rule is called in a loss: snake_case of its class."""
+        return self.section
+
+    def check_with(self, loss: LossConfig) -> None:
+        """Raises ``ValueError`` where the rule cannot stand in ``loss``: beside another rule, say."""
 
     def elementwise(self) -> bool:
         """False where the rule looks at a whole sequence; it then stays out of the one-pass kernel."""
         return True
+
+    def summary_scope(self) -> tuple[Scope, int]:
+        """Whose tokens ``summarize`` sees, and for ``device`` into how many equal blocks of rows they are cut."""
+        return "batch", 1
 
     def summarize(self, token: Token, order_statistic: Callable[[jax.Array, float], jax.Array]) -> Any:
         """Pytree of what the rule must know about the whole batch. No gradient.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from sat_jax.checked import Range
 from sat_jax.losses.ratios import safe_exp
 from sat_jax.losses.rules.base import Token, Weight
+
+if TYPE_CHECKING:
+    from sat_jax.losses.config import LossConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +28,14 @@ class Decoupled(Weight):
     summary: ClassVar[str] = "weighs tokens by pi_prox / mu; the surrogate clips pi / pi_prox"
     needs: ClassVar[tuple[str, ...]] = ("proximal_log_probs",)
 
-    cap: float | None = None
+    cap: Annotated[float, Range(0, above=True, why="it bounds an importance weight")] | None = None
 
-    def __post_init__(self) -> None:
-        if self.cap is not None and not self.cap > 0:
+    def check_with(self, loss: LossConfig) -> None:
+        """Only around the proximal policy."""
+        if loss.denominator != "proximal":
             raise ValueError(
-                f"decoupled.cap = {self.cap} must be positive: it bounds an importance weight; None is off"
+                f"loss.denominator = '{loss.denominator}' with rule decoupled, which weighs by pi_prox / mu: use "
+                "'proximal'"
             )
 
     def weight(self, token: Token) -> jax.Array:

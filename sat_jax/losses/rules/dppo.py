@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from sat_jax.checked import Range
 from sat_jax.losses.rules.base import Mask, Radii, Token, outward
 
 
@@ -22,13 +23,7 @@ class Dppo(Mask):
     source: ClassVar[str] = "arXiv:2607.18722 (45), (47)"
     summary: ClassVar[str] = "drops outward tokens with |pi - mu| > delta"
 
-    delta: float = 1e-3
-
-    def __post_init__(self) -> None:
-        if not self.delta > 0:
-            raise ValueError(
-                f"dppo.delta = {self.delta} must be positive: it is a distance in probability; the paper uses 1e-3"
-            )
+    delta: Annotated[float, Range(0, above=True, why="it is a distance in probability")] = 1e-3
 
     def keep(self, token: Token, radii: Radii) -> jax.Array:
         """True unless outward and too far."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from sat_jax.checked import Range
 from sat_jax.losses.rules.base import Penalty, Radii, Token
+from sat_jax.losses.rules.spo import Spo
+
+if TYPE_CHECKING:
+    from sat_jax.losses.config import LossConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +29,12 @@ class Drpo(Penalty):
     source: ClassVar[str] = "arXiv:2607.18722 (49)"
     summary: ClassVar[str] = "quadratic penalty weighted by mu, optimum at |pi - mu| = delta"
 
-    delta: float = 1e-3
+    delta: Annotated[float, Range(0, above=True, why="it is a distance in probability")] = 1e-3
 
-    def __post_init__(self) -> None:
-        if not self.delta > 0:
-            raise ValueError(f"drpo.delta = {self.delta} must be positive: it is a distance in probability; use 1e-3")
+    def check_with(self, loss: LossConfig) -> None:
+        """Not with SPO."""
+        if loss.get(Spo):
+            raise ValueError("loss.rules: spo and drpo are two forms of one penalty; drop one")
 
     def penalty(self, token: Token, radii: Radii) -> jax.Array:
         """Soft twin of DPPO's mask."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from sat_jax.checked import Range
 from sat_jax.losses.rules.base import Radii, Token
 from sat_jax.losses.rules.ppo import Ppo
 
@@ -25,13 +26,7 @@ class DualClip(Ppo):
     source: ClassVar[str] = "arXiv:1912.09729 (5); verl clip_ratio_c, TRL delta, slime eps_clip_c"
     summary: ClassVar[str] = "clipped surrogate with a floor at bound * A for A < 0"
 
-    bound: float = 3.0
-
-    def __post_init__(self) -> None:
-        if not self.bound > 1:
-            raise ValueError(
-                f"dual_clip.bound = {self.bound} must exceed 1: it caps the ratio of tokens with A < 0; use 3"
-            )
+    bound: Annotated[float, Range(1, above=True, why="it caps the ratio of tokens with A < 0")] = 3.0
 
     def objective(self, token: Token, radii: Radii) -> jax.Array:
         """S; constant where PPO cuts or the floor holds."""

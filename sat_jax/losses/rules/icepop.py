@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from sat_jax.checked import Range
 from sat_jax.losses.rules.base import Token, Weight
-from sat_jax.losses.rules.tis import Level, rollout_ratio
+from sat_jax.losses.rules.tis import Level, Tis, rollout_ratio
+
+if TYPE_CHECKING:
+    from sat_jax.losses.config import LossConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +31,15 @@ class Icepop(Weight):
     summary: ClassVar[str] = "weighs tokens by k = pi_l / mu where lower <= k <= upper, drops the rest"
     needs: ClassVar[tuple[str, ...]] = ("rollout_policy_log_probs",)
 
-    lower: float = 0.5
-    upper: float = 5.0
+    lower: Annotated[float, Range(0, 1, below=True)] = 0.5
+    upper: Annotated[float, Range(1, above=True)] = 5.0
     binary: bool = False
     level: Level = "token"
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.lower < 1 < self.upper:
-            raise ValueError(f"icepop band [{self.lower}, {self.upper}] must contain 1: matching tokens must be kept")
-        if self.level not in ("token", "sequence_product"):
-            raise ValueError(f"icepop.level = {self.level!r} is unknown: use 'token' or 'sequence_product'")
+    def check_with(self, loss: LossConfig) -> None:
+        """Not with TIS."""
+        if loss.get(Tis):
+            raise ValueError("loss.rules: tis and icepop both weigh by pi_l / mu; squaring it is neither; drop one")
 
     def elementwise(self) -> bool:
         """Unless the weight is the product over the response."""

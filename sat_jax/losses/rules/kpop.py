@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from sat_jax.checked import Range
 from sat_jax.losses.rules.base import Mask, Radii, Token
 
 PROBABILITY_MARGIN = 1e-6
@@ -25,11 +26,7 @@ class Kpop(Mask):
     source: ClassVar[str] = "arXiv:2607.18722 (43)"
     summary: ClassVar[str] = "keeps tokens whose two Bernoulli KLs are at most phi"
 
-    phi: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not self.phi > 0:
-            raise ValueError(f"kpop.phi = {self.phi} must be positive: it bounds a divergence in nats; use 0.1")
+    phi: Annotated[float, Range(0, above=True, why="it bounds a divergence in nats")] = 0.1
 
     def keep(self, token: Token, radii: Radii) -> jax.Array:
         """Symmetric: the sign of A does not matter."""

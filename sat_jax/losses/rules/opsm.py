@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 
+from sat_jax.checked import Range
 from sat_jax.losses.rules.base import Mask, Radii, Token
 
 
@@ -23,7 +24,7 @@ class Opsm(Mask):
     source: ClassVar[str] = "DeepSeek-V3.2 arXiv:2512.02556 (9); TRL off_policy_mask_threshold"
     summary: ClassVar[str] = "drops responses with A < 0 whose mean log(mu / pi) exceeds threshold"
 
-    threshold: float = 0.05
+    threshold: Annotated[float, Range()] = 0.05
 
     def elementwise(self) -> bool:
         """A response is kept or dropped as a whole."""

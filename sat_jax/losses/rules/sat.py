@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from sat_jax.losses.quantile import decimal_digits
-from sat_jax.losses.rules.base import Contraction, Radius, Token
-
-Scope = Literal["batch", "microbatch", "device"]
+from sat_jax.checked import Count, NonNegative, Positive, Range
+from sat_jax.losses.rules.base import Contraction, Radius, Scope, Token
 
 
 @struct.dataclass
@@ -49,33 +47,25 @@ class Sat(Radius):
     source: ClassVar[str] = "arXiv:2607.18722 (13)-(17), (20)"
     summary: ClassVar[str] = "contracts eps on the side of d for tokens whose |d| exceeds the batch's alpha-quantile"
 
-    alpha: float = 0.90
-    exponent: float = 2.0
+    alpha: Annotated[float, Range(0, 1, above=True, below=True, why="it is the share of tokens below q")] = 0.90
+    exponent: Annotated[float, Range(0, above=True, why="psi must fall with |d|; the paper uses 2")] = 2.0
     scope: Scope = "batch"
-    shards: int = 1
-    q_floor: float = 0.0
-    q_cap: float | None = None
+    shards: Count = 1
+    q_floor: NonNegative = 0.0
+    q_cap: Positive | None = None
 
     def __post_init__(self) -> None:
-        decimal_digits(self.alpha)
-        if not self.exponent > 0:
-            raise ValueError(
-                f"sat.exponent = {self.exponent} must be positive: psi must fall with |d|; the paper uses 2"
-            )
-        if self.scope not in ("batch", "microbatch", "device"):
-            raise ValueError(f"sat.scope = {self.scope!r} is unknown: use 'batch', 'microbatch' or 'device'")
-        if self.shards < 1 or (self.shards > 1 and self.scope != "device"):
-            raise ValueError(
-                f"sat.shards = {self.shards} with scope '{self.scope}': only scope 'device' is cut, into >= 1"
-            )
-        if not self.q_floor >= 0:
-            raise ValueError(
-                f"sat.q_floor = {self.q_floor} must not be negative: it bounds a quantile of |d|; 0 is off"
-            )
+        super().__post_init__()
+        if self.shards > 1 and self.scope != "device":
+            raise ValueError(f"sat.shards = {self.shards} with scope '{self.scope}': only scope 'device' is cut; use 1")
         if self.q_cap is not None and not self.q_cap > self.q_floor:
             raise ValueError(
                 f"sat.q_cap = {self.q_cap} must exceed sat.q_floor = {self.q_floor}; leave it out to switch it off"
             )
+
+    def summary_scope(self) -> tuple[Scope, int]:
+        """Whose tokens q ranks."""
+        return self.scope, self.shards
 
     def summarize(self, token: Token, order_statistic: Callable[[jax.Array, float], jax.Array]) -> SatSummary:
         """The quantile (14), and the reference derived from it."""

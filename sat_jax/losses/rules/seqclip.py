@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from sat_jax.checked import Range
 from sat_jax.losses.rules.base import Mask, Radii, Token
 
 
@@ -23,14 +24,8 @@ class Seqclip(Mask):
     source: ClassVar[str] = "arXiv:2607.18722 (39)"
     summary: ClassVar[str] = "drops responses whose geometric-mean ratio is outside [lower, upper]"
 
-    lower: float = 0.995
-    upper: float = 1.005
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.lower < 1 < self.upper:
-            raise ValueError(
-                f"seqclip band [{self.lower}, {self.upper}] must contain 1: on-policy responses must be kept"
-            )
+    lower: Annotated[float, Range(0, 1, below=True)] = 0.995
+    upper: Annotated[float, Range(1, above=True)] = 1.005
 
     def elementwise(self) -> bool:
         """A response is kept or dropped as a whole."""

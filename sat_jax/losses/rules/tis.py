@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
+from sat_jax.checked import NonNegative, Positive
 from sat_jax.losses.ratios import safe_exp
 from sat_jax.losses.rules.base import Token, Weight
 
@@ -30,17 +31,14 @@ class Tis(Weight):
     summary: ClassVar[str] = "weighs tokens by pi_l / mu, truncated at cap"
     needs: ClassVar[tuple[str, ...]] = ("rollout_policy_log_probs",)
 
-    cap: float = 2.0
-    floor: float = 0.0
+    cap: Positive = 2.0
+    floor: NonNegative = 0.0
     level: Level = "token"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.floor < self.cap:
-            raise ValueError(
-                f"tis weights need 0 <= floor < cap, found floor = {self.floor}, cap = {self.cap}; use 0 and 2"
-            )
-        if self.level not in ("token", "sequence_product"):
-            raise ValueError(f"tis.level = {self.level!r} is unknown: use 'token' or 'sequence_product'")
+        super().__post_init__()
+        if not self.floor < self.cap:
+            raise ValueError(f"tis.floor = {self.floor} must lie below tis.cap = {self.cap}; use 0 and 2")
 
     def elementwise(self) -> bool:
         """Unless the weight is the product over the response."""

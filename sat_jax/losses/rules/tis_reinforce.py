@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from sat_jax.checked import Range
 from sat_jax.losses.rules.base import Radii, Surrogate, Token
 
 
@@ -23,13 +24,7 @@ class TisReinforce(Surrogate):
     summary: ClassVar[str] = "REINFORCE weighted by min(r, cap)"
     has_interval: ClassVar[bool] = False
 
-    cap: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not self.cap > 0:
-            raise ValueError(
-                f"tis_reinforce.cap = {self.cap} must be positive: it is the largest importance weight; use 2"
-            )
+    cap: Annotated[float, Range(0, above=True, why="it is the largest importance weight")] = 2.0
 
     def objective(self, token: Token, radii: Radii) -> jax.Array:
         """S."""

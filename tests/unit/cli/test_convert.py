@@ -147,7 +147,7 @@ def test_exports_that_cannot_be(
     (young / "config.json").write_text((folder / "config.json").read_text())
     assert "has no checkpoint yet" in mistake("export", young, "--out", tmp_path / "hf")
     assert not (young / "checkpoints").exists()
-    assert "holds no config.json" in mistake("export", tmp_path / "absent", "--out", tmp_path / "hf")
+    assert "is no folder: give a run folder" in mistake("export", tmp_path / "absent", "--out", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 

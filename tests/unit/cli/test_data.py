@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 
+from sat_jax.cli.arguments import call
+from sat_jax.cli.arguments import command as parser_of
 from sat_jax.cli.data import data, grade
 from sat_jax.data.prompts import PromptOptions
 from tests.helpers.chatml import CHATML
@@ -20,7 +21,7 @@ def lines(*rows: Any) -> str:
 
 
 def run(command: Callable[..., None], *args: str) -> None:
-    tyro.cli(command, args=list(args), config=(tyro.conf.AvoidSubcommands,))
+    call(command, parser_of(command, "sat-jax").parse(args))
 
 
 def test_grade(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from sat_jax.cli.main import COMMANDS, main
 from sat_jax.cli.train import parse_options
 from sat_jax.config import ExperimentConfig, config_functions, load_config
 from sat_jax.dataclass_json import from_dict, to_dict
+from sat_jax.losses import Sat
 
 
 def _mistake(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -50,7 +51,7 @@ def test_overrides_are_dotted_paths() -> None:
     )
     config = options.config
     assert config.name == "mix6"
-    assert (config.loss.sat.alpha, config.loss.kl_loss_coef, config.steps) == (0.95, 0.01, 7)
+    assert (config.loss.get(Sat), config.loss.kl_loss_coef, config.steps) == (Sat(alpha=0.95), 0.01, 7)
     assert config.rollout.overlap
     assert options.out is None
 
@@ -63,11 +64,16 @@ def test_the_configuration_may_stand_first_or_last(args: list[str]) -> None:
 
 
 def test_a_list_takes_all_that_follows() -> None:
-    assert parse_options(["mix6_grpo", "--loss.rules", "ppo", "dppo", "--steps", "3"]).config.loss.rules == (
-        "ppo",
-        "dppo",
-    )
-    assert parse_options(["--sampling.stop", "a", "b"]).config.sampling.stop == ("a", "b")
+    config = parse_options(["--sampling.stop", "a", "b", "--steps", "3"]).config
+    assert (config.sampling.stop, config.steps) == (("a", "b"), 3)
+
+
+def test_overrides_apply_at_once() -> None:
+    """Neither of the two alone would be possible."""
+    config = parse_options(["--rollout.schedule.delay", "20", "--rollout.max_staleness", "20"]).config
+    assert (config.rollout.schedule.delay, config.rollout.max_staleness) == (20, 20)
+    loss = parse_options(["--loss.sat.q-cap", "0.1", "--loss.loss_scale_factor", "None"]).config.loss
+    assert (loss.get(Sat), loss.loss_scale_factor) == (Sat(q_cap=0.1), None)
 
 
 def test_paths_are_stored_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +105,7 @@ def test_a_configuration_file_of_ones_own(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace(" -> ExperimentConfig", ""))
     with pytest.raises(ValueError, match="says '-> ExperimentConfig'"):
         load_config(f"{file}:half")
-    with pytest.raises(ValueError, match="no configuration file"):
+    with pytest.raises(ValueError, match="there is no file"):
         load_config(f"{tmp_path}/other.py:half")
 
 
@@ -115,26 +121,41 @@ def test_every_named_configuration_survives_json(name: str) -> None:
         (["--loss.sat.alhpa", "0.9"], "no field '--loss.sat.alhpa'; did you mean '--loss.sat.alpha'?"),
         (["--stepz", "3"], "no field '--stepz'; did you mean '--steps'?"),
         (["mix7"], "no configuration 'mix7'; did you mean 'mix6'?"),
-        (["--steps", "three"], "--steps"),
+        (["--loss.sta.alpha", "0.9"], "did you mean '--loss.sat.alpha'?"),
+        (["--loss.tis.cap", "3"], "is made of the rules ppo, sat, whose settings may be overridden"),
+        (["mix6_grpo", "--loss.sat.alpha", "0.9"], "the loss of 'mix6-grpo' is made of the rules ppo,"),
+        (["--loss.rules", "ppo"], "other rules are composed in a configuration function"),
+        (["--warm-start.steps", "3", "--model", "m", "--prompts", "p"], "'warm_start' is off in configuration"),
+        (["--steps", "three"], "argument --steps: invalid int value: 'three'"),
         (["--steps", "0"], "steps = 0: must be at least 1"),
-        (["--rollout.regime", "fixd_delay"], "fixed_delay"),
+        (["--seed", str(2**40)], "seed = 1099511627776: must lie in [0, 4294967295]"),
+        (["--learner.packing", "maybe"], "'maybe' is neither True nor False"),
+        (["--rollout.stale_policy", "dorp"], "invalid choice: 'dorp'"),
         (["--rollout.n_samples_per_prompt", "1"], "a group of one has no baseline"),
-        (["--rollout.fixed_delay", "30"], "max_staleness = 16 drops them"),
+        (["--rollout.schedule.delay", "30"], "rollout.max_staleness = 16 drops them"),
         (["--rollout.queue_groups", "40"], "cannot hold a lag of 8"),
-        (["--rollout.regime", "interval", "--rollout.update_weights_interval", "40"], "run out of room"),
+        (["--rollout.schedule.interval", "40"], "set max_staleness >= 47"),
+        (["--learner.updates_per_batch", "3"], "does not divide rollout.prompts_per_step = 32"),
+        (["--learner.updates_per_batch", "4", "--steps", "248"], "set max_staleness >= 35"),
+        (
+            ["--learner.updates_per_batch", "4", "--rollout.max_staleness", "35"],
+            "steps = 250 is not a multiple of learner.updates_per_batch = 4: a run ends with a batch; use 248",
+        ),
         (["--sampling.top_p", "0.9"], "set sampling.top_k to 1 .. 1024"),
         (["--sampling.min_p", "0.1"], "set sampling.top_k to 1 .. 1024"),
         (["--sampling.top_k", "1025"], "top_k = 1025, min_p = 0.0: the learner replays"),
         (["--sampling.temperature", "0"], "greedy decoding explores nothing"),
         (["--learner.micro_batches", "7"], "does not divide the 256 rows"),
-        (["--loss.sat.alpha", "1.5"], "alpha"),
-        (["--loss.eps_low", "-1"], "eps_low"),
-        (["--lr", "1"], "did you mean '--optimizer.lr' or '--warm_start.lr'?"),
-        (["--optimizer.lr", "nan"], "must be finite"),
-        (["--warm-start.lr", "nan"], "warm_start.lr = nan: must be finite"),
+        (["--loss.sat.alpha", "1.5"], "sat.alpha = 1.5: must lie in (0, 1)"),
+        (["--loss.eps_low", "-1"], "loss.eps_low = -1.0: must be above 0"),
+        (["--lr", "1"], "did you mean '--optimizer.lr' or '--warm-start.lr'?"),
+        (["--optimizer.lr", "nan"], "optimizer.lr = nan: must be at least 0 and finite"),
+        (["--optimizer.b1", "1.0"], "optimizer.b1 = 1.0: must lie in [0, 1)"),
+        (["--warm-start.lr", "nan"], "warm_start.lr = nan: must be at least 0"),
         (["--evaluation.temperature", "-1"], "evaluation.temperature = -1.0"),
         (["--evaluation.top-p", "0"], "evaluation.top_p = 0.0: must lie in"),
         (["--evaluation.interval", "-1"], "evaluation.interval = -1"),
+        (["--policy.path", "x"], "policy.path = 'x' and policy.init are both given"),
         (["mine.py"], "write mine.py:FUNCTION"),
         (["mix6", "mix6_grpo"], "one CONFIG at most"),
         (["--resume"], "--resume needs --out"),
@@ -158,6 +179,8 @@ def test_an_existing_run_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFi
     assert "is not empty" in _mistake(capsys, "train", "--out", str(other))
     assert "is a file" in _mistake(capsys, "train", "--out", str(other / "thesis.tex"))
     assert "holds no run to resume" in _mistake(capsys, "train", "--resume", "--out", str(other))
+    assert "holds no run to resume" in _mistake(capsys, "train", "--resume", "--out", str(run))
+    (run / "config.json").write_text('{"config": {')
     assert "is damaged" in _mistake(capsys, "train", "--resume", "--out", str(run))
     assert "leave out 'mix6'" in _mistake(capsys, "train", "mix6", "--resume", "--out", str(run))
 

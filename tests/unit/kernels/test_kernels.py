@@ -13,12 +13,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sat_jax import kernels, losses
 from sat_jax.losses import LossConfig, LossInputs
-from sat_jax.losses.rules import Rule
-from tests.conformance.subjects import batch, compiled, subjects
+from sat_jax.testing.rules import compiled
+from sat_jax.testing.rules import sample_inputs as batch
+from tests.helpers.subjects import subjects
 
-ELEMENTWISE = {
-    name: config for name, config in subjects().items() if all(r.elementwise() for _, r in config.active(Rule))
-}
+ELEMENTWISE = {name: config for name, config in subjects().items() if all(rule.elementwise() for rule in config.rules)}
 EACH = pytest.mark.parametrize("config", ELEMENTWISE.values(), ids=ELEMENTWISE.keys())
 
 

@@ -72,7 +72,10 @@ def test_packing_changes_no_number() -> None:
     together, metrics = step(replace(_spec(packed=True, micro_batches=2), loss=loss), packed)
     assert set(metrics) == set(expected)
     for name, value in expected.items():
-        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+        # A contraction amplifies the rounding of its log-ratio.
+        np.testing.assert_allclose(
+            metrics[name], value, rtol=3e-5 if "sat/c_" in name else 1e-5, atol=1e-6, err_msg=name
+        )
     assert 0 < float(metrics["sat/gate_rate"]) < 1
     assert float(metrics["moe/router_agreement"]) < 1  # routes were replayed, each under its own token
     largest = max(float(np.abs(x).max()) for x in jax.tree.leaves(alone.opt_state[0].mu))

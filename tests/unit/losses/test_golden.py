@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sat_jax import losses
-from sat_jax.losses import LossConfig, LossInputs
+from sat_jax.losses import Cispo, DualClip, Icepop, LossConfig, LossInputs, Opsm, Ppo, Rule, Tis
 from tests.helpers import golden_losses as golden
 from tests.helpers.golden_losses import Case
 
@@ -44,25 +44,23 @@ def all_rows(case: Case) -> float:
 
 
 def trl(p: dict[str, Any]) -> Twin:
-    rules, settings, extra = ["ppo"], {}, {}
+    rules: list[Rule] = [Ppo()]
+    settings, extra = {}, {}
     kind = p["loss_type"]
     low, high = p.get("eps", [0.2, 0.2])
     if kind == "cispo":  # epsilon_high is the bound itself and there is no lower bound
-        rules, low, high = ["cispo"], 1.0, high - 1
+        rules, low, high = [Cispo()], 1.0, high - 1
     if "delta" in p:
-        rules, settings["dual_clip"] = ["dual_clip"], losses.rules.dual_clip.DualClip(p["delta"])
+        rules = [DualClip(p["delta"])]
     if "opsm" in p:
-        rules.append("opsm")
-        settings["opsm"] = losses.rules.opsm.Opsm(p["opsm"])
+        rules.append(Opsm(p["opsm"]))
     if "vllm" in p:
         level, form = p["vllm"].split("_")
         level = {"token": "token", "sequence": "sequence_product"}[level]
         if form == "truncate":
-            rules.append("tis")
-            settings["tis"] = losses.rules.tis.Tis(cap=p["cmax"], floor=p.get("cmin", 0.0), level=level)
+            rules.append(Tis(cap=p["cmax"], floor=p.get("cmin", 0.0), level=level))
         else:
-            rules.append("icepop")
-            settings["icepop"] = losses.rules.icepop.Icepop(lower=p["cmin"], upper=p["cmax"], level=level)
+            rules.append(Icepop(lower=p["cmin"], upper=p["cmax"], level=level))
     if kind in ("bnpo", "dapo", "cispo"):
         settings["loss_agg_mode"] = "token-mean"
         if "num_items" in p:
@@ -85,9 +83,7 @@ def trl(p: dict[str, Any]) -> Twin:
 def verl(p: dict[str, Any]) -> Twin:
     settings: dict[str, Any] = {"eps_low": p["lo"], "eps_high": p["hi"]}
     extra: dict[str, Any] = {}
-    rules = {"vanilla": ["dual_clip"], "gspo": ["ppo"], "cispo": ["cispo"]}[p["fn_name"]]
-    if p["fn_name"] == "vanilla":
-        settings["dual_clip"] = losses.rules.dual_clip.DualClip(p.get("cc", 3.0))
+    rules: list[Rule] = [{"vanilla": DualClip(p.get("cc", 3.0)), "gspo": Ppo(), "cispo": Cispo()}[p["fn_name"]]]
     if p["fn_name"] == "gspo":
         settings["unit"] = "sequence_token"
     if p.get("token_adv"):
@@ -96,11 +92,9 @@ def verl(p: dict[str, Any]) -> Twin:
         level = {"token": "token", "sequence": "sequence_product"}[p["is_level"]]
         if isinstance(p["is_thr"], str):
             lower, upper = map(float, p["is_thr"].split("_"))
-            rules = [*rules, "icepop"]
-            settings["icepop"] = losses.rules.icepop.Icepop(lower=lower, upper=upper, level=level)
+            rules.append(Icepop(lower=lower, upper=upper, level=level))
         else:
-            rules = [*rules, "tis"]
-            settings["tis"] = losses.rules.tis.Tis(cap=p["is_thr"], level=level)
+            rules.append(Tis(cap=p["is_thr"], level=level))
     agg = p["agg"]
     info = p.get("info", {})
     if agg == "token-sum":
@@ -128,22 +122,19 @@ def verl_kl(p: dict[str, Any]) -> Twin:
 
 
 def slime(p: dict[str, Any]) -> Twin:
-    rules = ["cispo"] if p["est"] == "cispo" else ["ppo"]
+    rules: list[Rule] = [Cispo() if p["est"] == "cispo" else Ppo()]
     settings: dict[str, Any] = {"eps_low": p.get("lo", 0.2), "eps_high": p.get("hi", 0.28)}
     extra: dict[str, Any] = {"sequences": all_rows}
     if p["est"] == "gspo":
         settings["unit"] = "sequence"
     if "c_" in p:
-        rules, settings["dual_clip"] = ["dual_clip"], losses.rules.dual_clip.DualClip(p["c_"])
+        rules = [DualClip(p["c_"])]
     if "tis" in p and "tis_fn" in p:
-        rules.append("icepop")
-        settings["icepop"] = losses.rules.icepop.Icepop(lower=p["tis"][0], upper=p["tis"][1])
+        rules.append(Icepop(lower=p["tis"][0], upper=p["tis"][1]))
     elif "tis" in p:
-        rules.append("tis")
-        settings["tis"] = losses.rules.tis.Tis(floor=p["tis"][0], cap=p["tis"][1])
+        rules.append(Tis(floor=p["tis"][0], cap=p["tis"][1]))
     if "opsm" in p:  # the drift is measured with the step-start log-probs against the rollout's
-        rules.append("opsm")
-        settings["opsm"] = losses.rules.opsm.Opsm(p["opsm"])
+        rules.append(Opsm(p["opsm"]))
         extra["arrays"] = {"behavior_log_probs": "old_logps"}
     if "kl" in p:
         settings |= {"kl_loss_coef": 0.04, "kl_loss_type": p["kl"], "kl_unbiased": p.get("ub", False)}

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sat_jax import losses
-from sat_jax.losses import LossConfig, LossInputs
+from sat_jax.losses import LossConfig, LossInputs, Ppo, Sat
 from sat_jax.losses.quantile import by_bisection, by_histogram, decimal_digits, order_statistic, rank_from_alpha
-from sat_jax.losses.rules.sat import Sat
 
 ALPHAS = (0.9, 0.95, 0.5, 0.1, 0.999, 0.07, 1e-05, 0.123456789, 0.3)
 COUNTS = (0, 1, 2, 3, 9, 10, 11, 20, 99, 100, 101, 262_144, 2**24 + 1, 2**31 - 1, 2**31)
@@ -113,7 +112,7 @@ def test_sequence_unit_weighs_by_length() -> None:
 @pytest.mark.parametrize(("scope", "shards"), [("batch", 1), ("microbatch", 1), ("device", 2)])
 def test_scopes(scope: str, shards: int) -> None:
     batch = inputs(B=4)
-    loss_fn = losses.make_loss(LossConfig(rules=("ppo", "sat"), sat=Sat(scope=scope, shards=shards)))
+    loss_fn = losses.make_loss(LossConfig(rules=(Ppo(), Sat(scope=scope, shards=shards))))
     summary = loss_fn.summarize(batch)
     mask = np.asarray(batch.loss_mask)
     d = np.abs(np.asarray(batch.log_probs) - np.asarray(batch.behavior_log_probs))
@@ -144,11 +143,11 @@ def test_the_reference_can_be_bounded() -> None:
         (Sat(q_cap=q / 2), q / 2),
         (Sat(q_floor=q / 9, q_cap=9 * q), q),
     ):
-        summary = losses.make_loss(LossConfig(rules=("ppo", "sat"), sat=sat)).summarize(batch).rules["sat"]
+        summary = losses.make_loss(LossConfig(rules=(Ppo(), sat))).summarize(batch).rules["sat"]
         assert float(summary.q) == q
         assert float(summary.reference) == pytest.approx(reference)
     on_policy = batch.replace(behavior_log_probs=batch.log_probs + 1e-7)
     noisy = losses.make_loss(losses.method("sat-grpo"))(on_policy)[1]
-    floored = losses.make_loss(LossConfig(rules=("ppo", "sat"), sat=Sat(q_floor=1e-4)))(on_policy)[1]
+    floored = losses.make_loss(LossConfig(rules=(Ppo(), Sat(q_floor=1e-4))))(on_policy)[1]
     assert floored["sat/gate_rate"] == 0
     assert floored["sat/q"] == noisy["sat/q"]

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sat_jax.inspection.geometry import token_at
-from sat_jax.losses import LossConfig
+from sat_jax.losses import LossConfig, Ppo, Sat, Unclipped
 from sat_jax.losses.rules.sat import SatSummary
 from sat_jax.losses.tokens import token_terms
 
-PPO = LossConfig(rules=("ppo",), eps_low=0.2, eps_high=0.28)
-SAT = LossConfig(rules=("ppo", "sat"), eps_low=0.2, eps_high=0.28)
+PPO = LossConfig(rules=(Ppo(),), eps_low=0.2, eps_high=0.28)
+SAT = LossConfig(rules=(Ppo(), Sat()), eps_low=0.2, eps_high=0.28)
 
 
 def elementwise(config: LossConfig):
@@ -184,7 +184,7 @@ def test_the_loss_is_the_surrogate_on_the_enumeration(policies: Policies) -> Non
         log_mu = np.array([[np.log(mu[a]) for mu, _, a in p.steps(y)] for y in p.responses])
         log_pi = np.array([[np.log(pi[a]) for _, pi, a in p.steps(y)] for y in p.responses])
         weight = np.array([p.probability(y, 0) * p.reward[y] for y in p.responses])
-        config = LossConfig(rules=("unclipped",), loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=1.0)
+        config = LossConfig(rules=(Unclipped(),), loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=1.0)
         loss, _ = losses.make_loss(config)(
             losses.LossInputs(
                 jnp.asarray(log_pi), jnp.asarray(log_mu), jnp.asarray(weight), jnp.ones(log_mu.shape, bool)

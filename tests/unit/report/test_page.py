@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import time
 from html.parser import HTMLParser
@@ -9,7 +10,7 @@ import pytest
 
 from sat_jax.cli.main import main
 from sat_jax.report import render, write_report
-from sat_jax.report.page import PANELS
+from sat_jax.report.contents import PANELS
 from sat_jax.report.samples import MAX_TOKENS, pick_samples
 from sat_jax.runs.reader import Run, read_run
 from sat_jax.runs.writer import MetricsWriter
@@ -86,7 +87,7 @@ def test_it_says_what_came_out(run: Run, page: str) -> None:
     text = Page(page).text
     first, last = run.evaluations[0]["avg@k"], run.evaluations[-1]["avg@k"]
     assert f"{first:.3f} → {last:.3f}" in text
-    assert f"{100 * (last - first):+.1f} points, 64 problems" in text
+    assert f"{100 * (last - first):+.1f} points, avg@8 of 64 problems" in text
     for expected in ("Learning curve", "log(1 + ε) = 0.182", "loss.sat.alpha", "jax 0.10.2", "sat-jax train --seed 0"):
         assert expected in text
     for e in run.evaluations:
@@ -109,6 +110,7 @@ def test_an_empty_run_says_what_is_missing(tmp_path: Path) -> None:
         "no evaluations yet",
         "no samples yet",
         "not logged: train/kl_loss, train/entropy, train/grad_norm",
+        "not logged: train/d_bar",
     ):
         assert expected in text
 
@@ -135,7 +137,7 @@ def test_notices_reach_the_reader(tmp_path: Path) -> None:
 def test_what_a_model_writes_is_shown_and_not_run(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>\n\x1b[31m\ud800"
     write_config(tmp_path, name="<b>name</b>")
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.log_samples(1, [{"prompt": evil, "tokens": [evil, '"><img src=x>'], "verdict": "<i>", "reward": 0.0}])
     page = render([read_run(tmp_path)])
     parsed = Page(page)
@@ -147,9 +149,61 @@ def test_what_a_model_writes_is_shown_and_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_figures")
+def test_no_control_character_comes_through_from_anywhere(tmp_path: Path) -> None:
+    write_config(tmp_path, name="na\x00me \udfff", unit="\x1b]0;evil\x07")
+    page = render([read_run(tmp_path)])
+    assert "na␀me �" in page
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", page)
+
+
+def set_config(folder: Path, **changes: object) -> None:
+    record = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(record | changes))
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_the_method_and_the_rules_are_shown(tmp_path: Path) -> None:
+    rules = [
+        {"class": "sat_jax.losses.rules.sat:Sat", "alpha": 0.95},
+        {"class": "/mine/rules.py:Huber", "sha256": "ab12"},
+    ]
+    for name in ("one", "two"):
+        write_config(tmp_path / name, rules=rules)
+    set_config(tmp_path / "one", method="sat-gspo-r3")
+    run, other = read_run(tmp_path / "one"), read_run(tmp_path / "two")
+    text = " ".join(Page(render([run])).text.split())
+    assert "sat_gspo_demo sat-gspo-r3 sat_jax 0.2.0" in text  # under the title
+    for expected in ("loss.rules sat, huber", "loss.sat.alpha 0.95", "loss.huber.class /mine/rules.py:Huber"):
+        assert expected in text
+    compared = render([run, other])
+    assert re.findall(r'data-label="method"[^>]*>([^<]*?)\s*<', compared) == ["sat-gspo-r3", "–"]
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_cells_of_wide_tables_carry_their_columns_name_for_narrow_screens(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / name, name=name, steps=5)) for name in ("a", "b")]
+    parsed = Page(render(runs))
+    cells = [attrs for tag, attrs in parsed.tags if tag == "td" and "data-label" in attrs]
+    assert {"held-out accuracy", "largest fall", "SAT can act at"} <= {cell["data-label"] for cell in cells}
+    assert all(cell["data-label"] for cell in cells)
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_a_collapse_stands_out_where_runs_are_compared(tmp_path: Path) -> None:
+    for name, last in (("good", 0.8), ("bad", 0.1)):
+        write_config(tmp_path / name, name=name)
+        with MetricsWriter(tmp_path / name) as writer:
+            for step, value in enumerate((0.2, 0.9, last)):
+                writer.log_evaluation(step, {"avg@k": value, "k": 8})
+    page = render([read_run(tmp_path / "good"), read_run(tmp_path / "bad")])
+    assert page.count("fell below half its peak") == 2  # shown, and as the cell's title
+    assert "80.0 points" in page
+
+
+@pytest.mark.usefixtures("few_figures")
 def test_tokens_are_tinted_by_what_the_samples_carry(tmp_path: Path) -> None:
     write_config(tmp_path)
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         sample = {"tokens": ["7", "9"], "log_ratio": [0.0912, -0.5], "policy_versions": [0, 2], "reward": 1.0}
         writer.log_samples(3, [sample])
     parsed = Page(render([read_run(tmp_path)]))
@@ -167,24 +221,29 @@ def test_tokens_are_tinted_by_what_the_samples_carry(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("few_figures")
 def test_a_long_response_is_cut_and_the_cut_is_said(tmp_path: Path) -> None:
     write_config(tmp_path)
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer.log_samples(1, [{"tokens": ["x"] * (MAX_TOKENS + 7), "reward": 1.0, "prompt": "p" * 5000}])
-    text = Page(render([read_run(tmp_path)])).text
+    with MetricsWriter(tmp_path) as writer:
+        numbers = [0.1] * (MAX_TOKENS + 7)
+        sample = {"tokens": ["x"] * len(numbers), "log_ratio": numbers, "reward": 1.0, "prompt": "p" * 5000}
+        writer.log_samples(1, [sample])
+    parsed = Page(render([read_run(tmp_path)]))
+    assert sum(attrs.get("class") == "t" for tag, attrs in parsed.tags if tag == "span") == MAX_TOKENS
+    text = parsed.text
     assert "… 7 more tokens" in text
     assert "1000 more characters" in text
 
 
 def test_samples_come_from_start_middle_and_end_the_best_and_the_worst() -> None:
     samples = [{"step": step, "reward": float(i)} for step in range(1, 101) for i in range(2)]
-    picked = pick_samples(samples)
+    picked = pick_samples(samples, (0.0, 0.5, 1.0))
     assert [p["reward"] for p in picked].count(1.0) == 3
     steps = [p["step"] for p in picked]
     assert steps == sorted(steps)
     assert steps[1] <= 10
     assert all(45 <= step <= 56 for step in steps[2:4])
     assert steps[4] >= 91
-    assert pick_samples([]) == []
-    assert pick_samples(samples[:1]) == samples[:1]
+    assert [p["step"] >= 91 for p in pick_samples(samples, (1.0,))] == [True, True]
+    assert pick_samples([], (0.0, 0.5, 1.0)) == []
+    assert pick_samples(samples[:1], (0.0, 0.5, 1.0)) == samples[:1]
 
 
 def test_several_runs_are_compared(tmp_path: Path) -> None:
@@ -197,7 +256,7 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert "2 runs compared" in text
     for run in runs:
         assert f"{run.evaluations[-1]['avg@k']:.3f}" in text
-    differing = re.search(r"Settings that differ\.(.*?)</div></div>", page, re.DOTALL)
+    differing = re.search(r"Settings that differ\.(.*?)</table>", page, re.DOTALL)
     assert differing
     assert "gspo" in differing[1]
     assert "loss.eps_high" not in differing[1]

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sat_jax.report.terminal import Display, duration, sparkline, summary_table
-from sat_jax.runs.reader import read_run
+from sat_jax.report.contents import duration, facts
+from sat_jax.report.terminal import Display, sparkline
+from sat_jax.runs import read_run
+from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import evaluation, make_run, step_metrics, write_config
 
 
@@ -29,18 +31,22 @@ def metrics(step: int, total: int = 40) -> dict[str, object]:
     return step_metrics(step, step / total, True, np.random.default_rng(step))
 
 
-def rendered(display: Display, width: int, encoding: str = "utf-8") -> str:
-    """The live panel as a terminal of that width would show it, without styles."""
+def terminal(width: int, encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
-    display._console = console = Console(file=out, width=width, height=50, force_terminal=True, no_color=True)
+    return Console(file=out, width=width, height=50, force_terminal=True, no_color=True), raw
+
+
+def rendered(display: Display, console: Console, raw: io.BytesIO) -> str:
+    """The live panel as the terminal would show it, without styles."""
+    raw.truncate(0)
     console.print(display.render())
-    return re.sub(r"\x1b\[[0-9;]*m", "", raw.getvalue().decode(encoding))
+    return re.sub(r"\x1b\[[0-9;]*m", "", raw.getvalue().decode(console.encoding)).lstrip("\0")
 
 
 def test_without_a_terminal_there_is_one_line_every_few_steps() -> None:
     console, out = plain()
-    with Display(40, every=10, console=console) as display:
+    with Display(40, console=console) as display:
         for step in range(1, 41):
             display.step(step, metrics(step))
     said = out.getvalue().splitlines()
@@ -48,12 +54,12 @@ def test_without_a_terminal_there_is_one_line_every_few_steps() -> None:
     assert "\x1b" not in out.getvalue()
     reward = metrics(10)["rollout/reward_mean"]
     for expected in (
-        f"reward {reward:.3f}",
+        f"reward {reward:.3g}",
         "accuracy ",
         "d_bar ",
         "q ",
         "gate ",
-        "lag 8.0",
+        "lag 8 ",
         "queue ",
         "tokens/s ",
         "left ",
@@ -103,16 +109,17 @@ def test_the_scrollback_is_left_alone() -> None:
 
 def test_the_panel_shows_what_was_asked_for() -> None:
     clock = Clock()
-    display = Display(40, name="demo", console=plain()[0], clock=clock)
+    console, raw = terminal(100)
+    display = Display(40, name="demo", console=console, clock=clock)
     for step in range(1, 21):
         clock.now += 2.0
         display.step(step, metrics(step))
     display.evaluation(20, {"avg@k": 0.5, "k": 8})
-    shown = rendered(display, 100)
+    shown = rendered(display, console, raw)
     for expected in (
         "demo",
         "step 20/40",
-        "0:40 elapsed, 0:40 left",
+        "40 s elapsed, 40 s left",
         "accuracy",
         "d_bar",
         "gate",
@@ -127,17 +134,21 @@ def test_the_panel_shows_what_was_asked_for() -> None:
 
 @pytest.mark.parametrize("width", [24, 40, 80, 200])
 def test_the_panel_fits_its_terminal(width: int) -> None:
-    display = Display(40, name="a rather long name of a run", console=plain()[0])
+    console, raw = terminal(width)
+    display = Display(40, name="a rather long name of a run", console=console)
     for step in range(1, 21):
         display.step(step, metrics(step))
-    assert max(map(len, rendered(display, width).splitlines())) <= width
+    assert max(map(len, rendered(display, console, raw).splitlines())) <= width
 
 
-def test_a_terminal_without_unicode_gets_ascii() -> None:
-    display = Display(40, name="demo", console=plain()[0])
+def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
+    console, raw = terminal(80, encoding="ascii")
+    display = Display(40, name="demo", console=console)
     for step in range(1, 21):
         display.step(step, metrics(step))
-    assert "reward " in rendered(display, 80, encoding="ascii")
+    assert "reward " in rendered(display, console, raw)
+    display.summary(read_run(make_run(tmp_path, steps=40)))
+    assert b" -> " in raw.getvalue()
 
 
 def test_values_that_are_missing_or_not_finite_do_no_harm() -> None:
@@ -146,7 +157,7 @@ def test_values_that_are_missing_or_not_finite_do_no_harm() -> None:
         display.step(1, {"rollout/reward_mean": float("nan"), "train/d_bar": None, "custom/metric": "text"})
         assert "nan" in out.getvalue()
         display.step(2, {})
-        rendered(display, 80)
+        console.print(display.render())
 
 
 def test_time_left_follows_the_present_pace_not_the_first_step() -> None:
@@ -179,17 +190,27 @@ def test_sparkline() -> None:
 
 
 def test_duration() -> None:
-    assert [duration(s) for s in (-1, 42, 725, 11045)] == ["0:00", "0:42", "12:05", "3:04:05"]
+    assert [duration(s) for s in (-1, 42, 725, 11045)] == ["0 s", "42 s", "12 min 05 s", "3 h 04 min"]
 
 
 def test_the_summary_says_what_came_out(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run", steps=40))
-    console, out = plain()
-    Display(40, console=console).summary(run)
-    said = out.getvalue()
+    out = io.StringIO()
+    display = Display(40, console=Console(file=out, width=200))
+    display.summary(run)
     first, last = run.evaluations[0]["avg@k"], run.evaluations[-1]["avg@k"]
-    assert f"{first:.3f} -> {last:.3f} ({100 * (last - first):+.1f} points)" in said
-    assert "at most 8 versions" in said
+    assert f"{first:.3f} → {last:.3f}  {100 * (last - first):+.1f} points" in out.getvalue()
+    assert "never over 8" in out.getvalue()
     write_config(tmp_path / "empty")
-    console.print(summary_table(read_run(tmp_path / "empty")))
+    display.summary(read_run(tmp_path / "empty"))
     assert "no evaluations yet" in out.getvalue()
+
+
+def test_a_collapse_is_said(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with MetricsWriter(tmp_path) as writer:
+        for step, value in enumerate((0.2, 0.9, 0.3)):
+            writer.log_evaluation(step, {"avg@k": value, "k": 8})
+    (fall,) = [fact for fact in facts(read_run(tmp_path)) if fact.label == "largest fall"]
+    assert fall.alarming
+    assert (fall.value, fall.detail) == ("60.0 points", "fell below half its peak")

@@ -17,7 +17,7 @@ def ids(groups) -> list[str]:
 
 
 def test_capacity_is_the_formula(make_group, stream):
-    queue, source = GroupQueue(groups_per_step=2, max_staleness=1), stream()
+    queue, source = GroupQueue(groups_per_batch=2, max_staleness=1), stream()
     assert queue.capacity == 4
     tickets = [queue.issue(source) for _ in range(4)]
     assert queue.capacity == 0
@@ -33,11 +33,11 @@ def test_capacity_is_the_formula(make_group, stream):
 
 
 def test_capacity_counts_from_the_resumed_version():
-    assert GroupQueue(groups_per_step=8, max_staleness=4, version=100).capacity == 40
+    assert GroupQueue(groups_per_batch=8, max_staleness=4, version=100).capacity == 40
 
 
 def test_max_groups_bounds_what_waits(make_group, stream):
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=9, max_groups=2), stream()
+    queue, source = GroupQueue(groups_per_batch=1, max_staleness=9, max_groups=2), stream()
     tickets = [queue.issue(source) for _ in range(2)]
     assert queue.wait_for_room(timeout=0.01) == 0
     queue.put(make_group(tickets[0]))
@@ -47,7 +47,7 @@ def test_max_groups_bounds_what_waits(make_group, stream):
 
 
 def test_take_hands_out_in_issue_order_whatever_finishes_first(make_group, stream):
-    queue, source = GroupQueue(groups_per_step=3, max_staleness=0), stream()
+    queue, source = GroupQueue(groups_per_batch=3, max_staleness=0), stream()
     tickets = [queue.issue(source) for _ in range(3)]
     for ticket in reversed(tickets):
         queue.put(make_group(ticket))
@@ -57,7 +57,7 @@ def test_take_hands_out_in_issue_order_whatever_finishes_first(make_group, strea
 @pytest.mark.parametrize(("policy", "expected"), [("drop", ["p1", "p3"]), ("requeue", ["p1", "p2"])])
 def test_stale_groups_are_dropped_or_requeued_and_counted(policy, expected, tmp_path, make_group, stream):
     path = tmp_path / "ledger.jsonl"
-    queue = GroupQueue(groups_per_step=1, max_staleness=2, on_stale=policy, ledger=Ledger(path))
+    queue = GroupQueue(groups_per_batch=1, max_staleness=2, on_stale=policy, ledger=Ledger(path))
     source = stream()
     first, second, third = (queue.issue(source) for _ in range(3))
     queue.put(make_group(first, [0]))
@@ -77,7 +77,7 @@ def test_stale_groups_are_dropped_or_requeued_and_counted(policy, expected, tmp_
 
 
 def test_versions_three_four_five_trained_at_six(make_group, stream):
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=3), stream()
+    queue, source = GroupQueue(groups_per_batch=1, max_staleness=3), stream()
     queue.put(make_group(queue.issue(source), [3, 4, 5]))
     (taken,) = queue.take(1, 6)
     assert token_staleness([taken], 6).tolist() == [3, 2, 1]
@@ -85,7 +85,7 @@ def test_versions_three_four_five_trained_at_six(make_group, stream):
 
 
 def test_a_group_ends_once(make_group, stream):
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=0), stream()
+    queue, source = GroupQueue(groups_per_batch=1, max_staleness=0), stream()
     ticket = queue.issue(source)
     queue.put(make_group(ticket))
     for again in (lambda: queue.put(make_group(ticket)), lambda: queue.fail(ticket.group_id, "late")):
@@ -98,7 +98,7 @@ def test_a_group_ends_once(make_group, stream):
 
 
 def test_producer_error_reaches_a_waiting_consumer_at_once():
-    queue = GroupQueue(groups_per_step=1, max_staleness=0)
+    queue = GroupQueue(groups_per_batch=1, max_staleness=0)
     threading.Timer(0.05, lambda: queue.abort(ZeroDivisionError("engine"))).start()
     started = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="engine"):
@@ -110,7 +110,7 @@ def test_producer_error_reaches_a_waiting_consumer_at_once():
 
 
 def test_stop_wakes_both_sides_and_twice_is_a_no_op(stream):
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=0), stream()
+    queue, source = GroupQueue(groups_per_batch=1, max_staleness=0), stream()
     queue.issue(source)
     results = {}
 
@@ -135,14 +135,14 @@ def test_stop_wakes_both_sides_and_twice_is_a_no_op(stream):
 
 
 def test_take_times_out_and_names_what_is_in_flight(stream):
-    queue = GroupQueue(groups_per_step=1, max_staleness=0)
+    queue = GroupQueue(groups_per_batch=1, max_staleness=0)
     queue.issue(stream())
     with pytest.raises(TimeoutError, match="0 of 1 groups in time; in flight: 0:p0"):
         queue.take(1, 0, timeout=0.02)
 
 
 def test_a_group_that_never_returns_fails_the_run_by_name(make_group, stream):
-    queue, source = GroupQueue(groups_per_step=2, max_staleness=0, group_timeout=0.1), stream()
+    queue, source = GroupQueue(groups_per_batch=2, max_staleness=0, group_timeout=0.1), stream()
     queue.put(make_group(queue.issue(source)))
     queue.issue(source)
     with pytest.raises(TimeoutError, match=r"group 0:p1 is in flight for more than 0.1 s"):
@@ -150,7 +150,7 @@ def test_a_group_that_never_returns_fails_the_run_by_name(make_group, stream):
 
 
 def test_next_batch_counts_finished_and_running(make_group, stream):
-    queue, source = GroupQueue(groups_per_step=3, max_staleness=2, version=5), stream()
+    queue, source = GroupQueue(groups_per_batch=3, max_staleness=2, version=5), stream()
     assert queue.next_batch() == (5, 3)
     tickets = [queue.issue(source) for _ in range(4)]
     assert queue.next_batch() == (6, 2)
@@ -160,7 +160,7 @@ def test_next_batch_counts_finished_and_running(make_group, stream):
 
 
 def test_exhausted_source_hands_out_the_rest(make_group, stream):
-    queue, source = GroupQueue(groups_per_step=2, max_staleness=0), stream(0, 1)
+    queue, source = GroupQueue(groups_per_batch=2, max_staleness=0), stream(0, 1)
     ticket = queue.issue(source)
     assert queue.issue(source) is None
     queue.put(make_group(ticket))
@@ -169,7 +169,7 @@ def test_exhausted_source_hands_out_the_rest(make_group, stream):
 
 
 def test_versions_never_go_back():
-    queue = GroupQueue(groups_per_step=1, max_staleness=0, version=5)
+    queue = GroupQueue(groups_per_batch=1, max_staleness=0, version=5)
     with pytest.raises(ValueError, match="never go back"):
         queue.set_version(4)
 
@@ -177,10 +177,10 @@ def test_versions_never_go_back():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"groups_per_step": 0, "max_staleness": 0}, "groups_per_step = 0"),
-        ({"groups_per_step": 1, "max_staleness": -1}, "max_staleness = -1"),
-        ({"groups_per_step": 4, "max_staleness": 1, "max_groups": 3}, "queue_groups = 3"),
-        ({"groups_per_step": 4, "max_staleness": 1, "on_stale": "keep"}, "on_stale = 'keep'"),
+        ({"groups_per_batch": 0, "max_staleness": 0}, "groups_per_batch = 0"),
+        ({"groups_per_batch": 1, "max_staleness": -1}, "max_staleness = -1"),
+        ({"groups_per_batch": 4, "max_staleness": 1, "max_groups": 3}, "queue_groups = 3"),
+        ({"groups_per_batch": 4, "max_staleness": 1, "on_stale": "keep"}, "on_stale = 'keep'"),
     ],
 )
 def test_impossible_settings_are_refused(settings, words):
@@ -191,7 +191,7 @@ def test_impossible_settings_are_refused(settings, words):
 def test_resume_neither_skips_nor_repeats(tmp_path, make_group, stream, place):
     """Fault 37: generated {0,1,2}, 3 in flight, trained {0,1}, cursor 4, crash -> next batch {2,3}; every id once."""
     path = tmp_path / "ledger.jsonl"
-    queue, source = GroupQueue(groups_per_step=2, max_staleness=1, ledger=Ledger(path)), stream(0, 8)
+    queue, source = GroupQueue(groups_per_batch=2, max_staleness=1, ledger=Ledger(path)), stream(0, 8)
     tickets = [queue.issue(source) for _ in range(4)]
     for ticket in tickets[:3]:
         queue.put(make_group(ticket))
@@ -207,7 +207,7 @@ def test_resume_neither_skips_nor_repeats(tmp_path, make_group, stream, place):
     assert not audit(read_ledger(path)).clean
 
     history = read_ledger(path)
-    resumed = GroupQueue(groups_per_step=2, max_staleness=1, ledger=Ledger(path), version=1)
+    resumed = GroupQueue(groups_per_batch=2, max_staleness=1, ledger=Ledger(path), version=1)
     resumed.restore(state, groups, place, history)
     assert resumed.next_batch() == (1, 1)
     source = stream(state["cursor"], 8)
@@ -228,19 +228,19 @@ def test_resume_neither_skips_nor_repeats(tmp_path, make_group, stream, place):
 
 
 def test_groups_taken_but_not_trained_on_are_part_of_a_snapshot(make_group, stream, place):
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=1), stream()
+    queue, source = GroupQueue(groups_per_batch=1, max_staleness=1), stream()
     queue.put(make_group(queue.issue(source)))
     taken = queue.take(1, 0)
     state, groups = queue.snapshot()
     assert groups == taken
-    resumed = GroupQueue(groups_per_step=1, max_staleness=1)
+    resumed = GroupQueue(groups_per_batch=1, max_staleness=1)
     resumed.restore(state, groups, place)
     assert resumed.take(1, 0) == taken
 
 
 def test_a_second_resume_of_the_same_ledger_is_clean(tmp_path, make_group, stream, place):
     path = tmp_path / "ledger.jsonl"
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=3, ledger=Ledger(path)), stream()
+    queue, source = GroupQueue(groups_per_batch=1, max_staleness=3, ledger=Ledger(path)), stream()
     for _ in range(2):
         queue.put(make_group(queue.issue(source)))
     queue.issue(source)
@@ -248,7 +248,7 @@ def test_a_second_resume_of_the_same_ledger_is_clean(tmp_path, make_group, strea
     queue.close()
     for _ in range(2):
         history = read_ledger(path)
-        queue = GroupQueue(groups_per_step=1, max_staleness=3, ledger=Ledger(path))
+        queue = GroupQueue(groups_per_batch=1, max_staleness=3, ledger=Ledger(path))
         queue.restore(state, groups, place, history)
         queue.issue(stream(state["cursor"]))
         queue.close()
@@ -256,7 +256,7 @@ def test_a_second_resume_of_the_same_ledger_is_clean(tmp_path, make_group, strea
 
 
 def test_dropped_as_stale_moves_the_cursor_past(make_group, stream):
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=0), stream()
+    queue, source = GroupQueue(groups_per_batch=1, max_staleness=0), stream()
     queue.put(make_group(queue.issue(source)))
     queue.set_version(1)
     with pytest.raises(TimeoutError):
@@ -266,18 +266,18 @@ def test_dropped_as_stale_moves_the_cursor_past(make_group, stream):
 
 
 def test_restore_checks_what_it_is_given(make_group, stream, place):
-    queue = GroupQueue(groups_per_step=1, max_staleness=0)
+    queue = GroupQueue(groups_per_batch=1, max_staleness=0)
     queue.put(make_group(queue.issue(stream())))
     state, groups = queue.snapshot()
     with pytest.raises(RuntimeError, match="fresh"):
         queue.restore(state, groups, place)
     with pytest.raises(ValueError, match="not those of its state"):
-        GroupQueue(groups_per_step=1, max_staleness=0).restore(state, [], place)
+        GroupQueue(groups_per_batch=1, max_staleness=0).restore(state, [], place)
 
 
 def test_close_gives_back_what_has_no_end(tmp_path, make_group, stream):
     path = tmp_path / "ledger.jsonl"
-    queue, source = GroupQueue(groups_per_step=1, max_staleness=2, ledger=Ledger(path)), stream()
+    queue, source = GroupQueue(groups_per_batch=1, max_staleness=2, ledger=Ledger(path)), stream()
     tickets = [queue.issue(source) for _ in range(3)]
     queue.put(make_group(tickets[0]))
     queue.put(make_group(tickets[1]))
@@ -289,16 +289,18 @@ def test_close_gives_back_what_has_no_end(tmp_path, make_group, stream):
     assert report.ends == {"requeued": 3}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
-    groups_per_step=st.integers(1, 3),
-    max_staleness=st.integers(0, 3),
+    updates=st.integers(1, 3),
+    groups_per_update=st.integers(1, 3),
+    slack=st.integers(0, 3),
     policy=st.sampled_from(["drop", "requeue"]),
-    moves=st.lists(st.sampled_from(["issue", "put", "filter", "fail", "step"]), max_size=60),
+    moves=st.lists(st.sampled_from(["issue", "put", "filter", "fail", "batch"]), max_size=60),
     data=st.data(),
 )
-def test_any_history_keeps_the_books(groups_per_step, max_staleness, policy, moves, data, make_group, stream):
-    queue = GroupQueue(groups_per_step, max_staleness, on_stale=policy)
+def test_any_history_keeps_the_books(updates, groups_per_update, slack, policy, moves, data, make_group, stream):
+    groups_per_batch, max_staleness = updates * groups_per_update, updates - 1 + slack
+    queue = GroupQueue(groups_per_batch, max_staleness, updates_per_batch=updates, on_stale=policy)
     source, flying, version, trained = stream(), [], 0, []
     for move in moves:
         if move == "issue" and queue.capacity:
@@ -309,20 +311,23 @@ def test_any_history_keeps_the_books(groups_per_step, max_staleness, policy, mov
                 queue.put(make_group(ticket, [born]))
             else:
                 (queue.filter if move == "filter" else queue.fail)(ticket.group_id, "")
-        elif move == "step":
+        elif move == "batch":
             try:
-                batch = queue.take(groups_per_step, version, timeout=0)
+                batch = queue.take(groups_per_batch, version, timeout=0)
             except TimeoutError:
                 continue
-            assert all(version - g.oldest_version <= max_staleness for g in batch)
             assert ids(batch) == sorted(ids(batch), key=lambda name: int(name[1:]))
-            version += 1
-            queue.trained(batch, version)
+            for update in range(updates):
+                part = batch[update * groups_per_update : (update + 1) * groups_per_update]
+                assert all(version - g.oldest_version <= max_staleness for g in part), "too old at its own update"
+                version += 1
+                queue.trained(part, version)
             queue.set_version(version)
             trained += ids(batch)
     assert len(trained) == len(set(trained)), "a prompt was trained on twice"
     counts = queue.counts()
-    assert counts["accepted"] + counts["running"] <= (max_staleness + version + 1) * groups_per_step
+    batches = (version + max_staleness) // updates + 1
+    assert counts["accepted"] + counts["running"] <= batches * groups_per_batch
     assert counts["issued"] == sum(counts[s] for s in ("generated", "filtered", "failed")) + counts["running"]
     assert counts["generated"] == counts["trained"] + counts["stale"] + counts["ready"]
     state, _ = queue.snapshot()
@@ -331,8 +336,42 @@ def test_any_history_keeps_the_books(groups_per_step, max_staleness, policy, mov
     assert state["cursor"] == pending + ended, "every prompt drawn is pending or has an end"
 
 
+def test_staleness_is_counted_at_each_groups_own_update(make_group, stream):
+    """Two updates of two groups, bound 2: what is 2 versions old may be trained on in the first update only."""
+    queue, source = GroupQueue(groups_per_batch=4, max_staleness=2, updates_per_batch=2), stream()
+    assert queue.capacity == 8  # floor((0 + 2) / 2) + 1 batches of four
+    tickets = [queue.issue(source) for _ in range(8)]
+    for ticket in tickets[:4]:
+        queue.put(make_group(ticket))
+    first = queue.take(4, 0)
+    queue.trained(first[:2], 1)
+    queue.trained(first[2:], 2)
+    queue.set_version(2)
+    assert queue.capacity == 4
+    for ticket in tickets[4:]:  # all sampled at version 0: 2 versions old at versions 2, 3 at version 3
+        queue.put(make_group(ticket))
+    with pytest.raises(TimeoutError, match="2 of 4 groups"):
+        queue.take(4, 2, timeout=0)
+    assert queue.counts()["stale"] == 2
+    for ticket in [queue.issue(source) for _ in range(2)]:
+        queue.put(make_group(ticket, [2]))
+    assert ids(queue.take(4, 2)) == ["p4", "p5", "p8", "p9"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"groups_per_batch": 4, "max_staleness": 0, "updates_per_batch": 2}, "at least updates_per_batch - 1 = 1"),
+        ({"groups_per_batch": 4, "max_staleness": 4, "updates_per_batch": 3}, "does not divide 4 groups"),
+    ],
+)
+def test_updates_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GroupQueue(**settings)
+
+
 def test_nothing_is_started_that_only_a_step_after_the_last_could_train_on(make_group, stream):
-    queue, source = GroupQueue(groups_per_step=2, max_staleness=9, last_step=2), stream()
+    queue, source = GroupQueue(groups_per_batch=2, max_staleness=9, last_step=2), stream()
     tickets = [queue.issue(source) for _ in range(4)]
     assert queue.capacity == 0
     assert not queue.complete

@@ -5,8 +5,8 @@ import pytest
 from sat_jax.rollout.schedule import Schedule, batchwise, fixed_delay, free_running, synchronous
 
 
-def lags(schedule, steps) -> list[int]:
-    return [schedule.lag(s) for s in range(schedule.start, schedule.start + steps)]
+def lags(schedule, batches, start=0) -> list[int]:
+    return [b - schedule.source(b, start) for b in range(start, start + batches)]
 
 
 def test_synchronous_has_no_lag():
@@ -27,45 +27,48 @@ def test_double_buffered_blocks_cycle_through_n_to_2n_minus_1():
 
 @pytest.mark.parametrize("schedule", [synchronous(), fixed_delay(8), batchwise(8), batchwise(4, delay=7)])
 @pytest.mark.parametrize("start", [0, 13])
-def test_what_a_step_needs_is_published_in_time_and_in_order(schedule, start):
-    schedule = Schedule(schedule.delay, schedule.interval, start=start)
-    versions = [schedule.version_for(s) for s in range(start, start + 60)]
-    assert versions == sorted(versions)
-    assert all(v <= s and schedule.is_published(v) for s, v in enumerate(versions, start))
-    assert max(lags(schedule, 60)) == schedule.max_lag
-    # While the engine still works on the batch of step s, the learner is at most at step s: count what waits for it.
-    for s in range(start, start + 50):
-        waiting = {v for v in range(versions[s - start] + 1, s + 1) if schedule.is_published(v)}
-        assert len(waiting) <= schedule.versions_held
+def test_what_a_batch_needs_is_published_in_time_and_in_order(schedule, start):
+    sources = [schedule.source(b, start) for b in range(start, start + 60)]
+    assert sources == sorted(sources)
+    assert all(s <= b and schedule.is_published(s, start) for b, s in enumerate(sources, start))
+    assert max(lags(schedule, 60, start)) == schedule.max_lag
+    # While the engine still works on batch b, the learner is at most at batch b: count what waits for it.
+    for b in range(start, start + 50):
+        waiting = {s for s in range(sources[b - start] + 1, b + 1) if schedule.is_published(s, start)}
+        assert len(waiting) <= schedule.delay // schedule.interval + 1
 
 
 def test_free_running_fixes_nothing():
     with pytest.raises(ValueError, match="free-running"):
-        free_running().version_for(3)
+        free_running().source(3)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "max_staleness", "queue_groups", "words"),
+    ("schedule", "max_staleness", "queue_groups", "updates", "words"),
     [
-        (free_running(4), 2, None, r"update_weights_interval = 4 > max_staleness \+ 1 = 3"),
-        (batchwise(4), 2, None, "update_weights_interval = 4"),
-        (batchwise(3), 2, None, "3 versions old, max_staleness = 2"),
-        (fixed_delay(8), 7, None, "8 versions old"),
-        (fixed_delay(8), 8, 35, "queue_groups >= 36"),
-        (free_running(), 8, 3, "queue_groups >= 4"),
+        (free_running(4), 2, None, 1, "trains on tokens 3 versions old, rollout.max_staleness = 2"),
+        (batchwise(4), 2, None, 1, "delay 1, interval 4"),
+        (batchwise(3), 2, None, 1, "3 versions old, rollout.max_staleness = 2"),
+        (fixed_delay(8), 7, None, 1, "8 versions old"),
+        (fixed_delay(8), 8, 35, 1, "queue_groups >= 36"),
+        (free_running(), 8, 3, 1, "queue_groups >= 4"),
+        (synchronous(), 2, None, 4, "4 updates per batch.* 3 versions old"),
+        (fixed_delay(2), 10, None, 4, "set max_staleness >= 11"),
+        (free_running(2), 6, None, 4, "set max_staleness >= 7"),
     ],
 )
-def test_settings_that_would_hang_or_drop_everything_are_refused(schedule, max_staleness, queue_groups, words):
+def test_settings_that_would_hang_or_drop_everything_are_refused(schedule, max_staleness, queue_groups, updates, words):
     with pytest.raises(ValueError, match=words):
-        schedule.check(max_staleness, groups_per_step=4, queue_groups=queue_groups)
+        schedule.check(max_staleness, 4, queue_groups, updates)
 
 
 @pytest.mark.parametrize("schedule", [synchronous(), fixed_delay(8), batchwise(8), free_running(9)])
 def test_settings_that_can_run_are_accepted(schedule):
-    schedule.check(max_staleness=8, groups_per_step=4, queue_groups=36)
+    schedule.check(8, 4, 36)
+    schedule.check(2 * 9 - 1, 4, 36, updates_per_batch=2)
 
 
-@pytest.mark.parametrize("settings", [{"delay": -1}, {"interval": 0}, {"start": -1}])
+@pytest.mark.parametrize("settings", [{"delay": -1}, {"interval": 0}, {"delay": 1, "free_running": True}])
 def test_nonsense_is_refused(settings):
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(ValueError, match=r"rollout\.schedule\."):
         Schedule(**settings)

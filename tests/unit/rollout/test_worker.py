@@ -13,7 +13,7 @@ import pytest
 from sat_jax.rollout.engine import MAX_SEED, SamplingParams
 from sat_jax.rollout.ledger import Ledger, audit, read_ledger
 from sat_jax.rollout.queue import GroupQueue, QueueStopped
-from sat_jax.rollout.schedule import Schedule, batchwise, fixed_delay, free_running, synchronous
+from sat_jax.rollout.schedule import batchwise, fixed_delay, free_running, synchronous
 from sat_jax.rollout.weights import WeightStore
 from sat_jax.rollout.worker import RolloutWorker, request_seed
 from sat_jax.testing import FakeEngine
@@ -47,24 +47,35 @@ class Run:
         ledger=None,
         max_staleness=8,
         resume=None,
+        start=0,
+        updates=1,
         **queue,
     ):
-        self.schedule, start = schedule, schedule.start
-        self.engine = engine or FakeEngine(version=start)
-        self.queue = GroupQueue(GROUPS, max_staleness, ledger=ledger, version=start, **queue)
+        self.engine, self.updates = engine or FakeEngine(version=start), updates
+        self.queue = GroupQueue(GROUPS, max_staleness, updates_per_batch=updates, ledger=ledger, version=start, **queue)
         if resume is not None:
             state, groups, place = resume
             self.queue.restore(state, groups, place)
             stream = (lambda make: lambda: make(state["cursor"]))(stream)
         self.worker = RolloutWorker(
-            self.engine, self.queue, stream(), grade, group_size=SIZE, params=params, schedule=schedule, seed=7
+            self.engine,
+            self.queue,
+            stream(),
+            grade,
+            group_size=SIZE,
+            params=params,
+            schedule=schedule,
+            updates_per_batch=updates,
+            seed=7,
         )
         self.version = start
 
     def step(self):
         groups = self.queue.take(GROUPS, self.version, timeout=20)
-        self.version += 1
-        self.queue.trained(groups, self.version)
+        size = GROUPS // self.updates
+        for update in range(self.updates):
+            self.version += 1
+            self.queue.trained(groups[update * size : (update + 1) * size], self.version)
         self.worker.publish({"w": jnp.full(WEIGHTS, self.version)}, self.version)
         return groups
 
@@ -86,16 +97,26 @@ def content(groups):
 SCHEDULES = [synchronous(), fixed_delay(1), fixed_delay(4), batchwise(3), batchwise(2, delay=2)]
 
 
+@pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"delay{s.delay}-every{s.interval}")
-def test_every_token_of_a_batch_has_the_scheduled_version(stream, schedule):
-    with Run(stream, schedule) as run:
-        for step in range(8):
+def test_every_token_of_a_batch_has_the_scheduled_version(stream, schedule, updates):
+    with Run(stream, schedule, updates=updates, max_staleness=(schedule.max_lag + 1) * updates - 1) as run:
+        for batch in range(8):
             versions = {int(v) for g in run.step() for t in g.trajectories for v in t.policy_versions}
-            assert versions == {schedule.version_for(step)}
+            assert versions == {schedule.source(batch) * updates}
             held = sum(x.shape == WEIGHTS for x in jax.live_arrays())
-            assert held <= schedule.versions_held + 1, "beside the weights that sample, only those that still will"
+            most = 1 + schedule.delay // schedule.interval + 1
+            assert held <= most, "the weights that sample, and those that still will"
+        assert run.queue.counts()["stale"] == 0
     if schedule.max_lag == 0:
-        assert run.engine.params["w"][0, 0] <= 8
+        assert run.engine.params["w"][0, 0] <= 8 * updates
+
+
+def test_weights_are_published_at_the_end_of_a_batch_only(stream):
+    run = Run(stream, synchronous(), updates=3)
+    assert run.worker.publish({}, 3)
+    with pytest.raises(ValueError, match="version 4 lies within a batch of 3 updates"):
+        run.worker.publish({}, 4)
 
 
 @pytest.mark.parametrize("grade", [graded, picky])
@@ -262,15 +283,8 @@ def test_a_settled_checkpoint_repeats_the_run_exactly(stream, place, schedule, g
         run.worker.settle(5)
         state, groups = run.queue.snapshot()
         run.step()  # lost in the crash
-    resumed = Schedule(schedule.delay, schedule.interval, start=5)
-    with Run(stream, resumed, grade=grade, resume=(state, groups, place)) as run:
+    with Run(stream, schedule, grade=grade, resume=(state, groups, place), start=5) as run:
         assert before + [content(run.step()) for _ in range(7)] == reference
-
-
-def test_an_engine_with_other_weights_is_refused(stream):
-    run = Run(stream, Schedule(delay=1, start=4), engine=FakeEngine(version=3))
-    with pytest.raises(ValueError, match="holds version 3, the run starts at 4"):
-        run.worker.start()
 
 
 def test_publishing_backwards_is_refused(stream):

@@ -82,7 +82,7 @@ def test_a_checkpoint_gives_back_state_queue_and_counters(tmp_path: Path, routes
 
 
 def test_an_empty_queue_and_a_repeated_save(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "c", keep=2)
+    checkpoints = Checkpoints(tmp_path / "c")
     for step in (1, 2, 3, 3):
         checkpoints.save(_state(step), {"cursor": step}, [])
     assert checkpoints.latest_step() == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sat_jax.runs.reader import flatten, outcome, read_run, sat_window
+from sat_jax.runs.reader import MAX_SAMPLES, flatten, outcome, read_run
 from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import make_run, write_config
 
@@ -38,7 +38,7 @@ def test_a_folder_with_nothing_but_a_configuration_is_an_empty_run(tmp_path: Pat
 
 def test_a_metric_that_starts_late_or_is_not_finite_has_gaps(tmp_path: Path) -> None:
     write_config(tmp_path)
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.log(1, {"a": 1.0})
         writer.log(2, {"a": math.nan, "b": 5})
         writer.log(4, {"a": 3.0})
@@ -72,30 +72,30 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path, name: str) -> Non
 
 
 def test_what_is_no_run_folder_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere is no folder: name the run folder"):
+    with pytest.raises(ValueError, match=r"nowhere is no folder: give a run folder"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         read_run(tmp_path)
     (tmp_path / "config.json").write_text('{"config": ')
-    with pytest.raises(ValueError, match=r"is not JSON"):
+    with pytest.raises(ValueError, match=r"is damaged"):
         read_run(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"no object under 'config'"):
+    with pytest.raises(ValueError, match=r"it holds list, not an object"):
         read_run(tmp_path)
 
 
 def test_only_some_samples_of_a_long_run_are_read_first_and_last_included(tmp_path: Path) -> None:
-    make_run(tmp_path, steps=50, samples_per_step=1)
-    steps = [sample["step"] for sample in read_run(tmp_path, max_samples=5).samples]
-    assert len(steps) == 5
+    make_run(tmp_path, steps=1000, samples_per_step=1)
+    steps = [sample["step"] for sample in read_run(tmp_path).samples]
+    assert len(steps) == MAX_SAMPLES
     assert steps[0] == 1
-    assert steps[-1] == 50
-    assert max(np.diff(steps)) <= 13
+    assert steps[-1] == 1000
+    assert max(np.diff(steps)) <= 3
 
 
 def test_a_resume_and_what_it_removed_is_said(tmp_path: Path) -> None:
     make_run(tmp_path, steps=6, eval_every=3)
-    MetricsWriter(tmp_path, resume_step=4, tensorboard=False).close()
+    MetricsWriter(tmp_path, resume_step=4).close()
     (notice,) = read_run(tmp_path).notices
     assert notice.startswith(
         "resumed at step 4; 2 lines (steps 5 to 6) of metrics.jsonl, 1 line (steps 6 to 6) of evalu"
@@ -104,7 +104,7 @@ def test_a_resume_and_what_it_removed_is_said(tmp_path: Path) -> None:
 
 def test_withheld_updates_and_failed_gradings_are_said(tmp_path: Path) -> None:
     write_config(tmp_path)
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.log(1, {"train/update_skipped": 1.0, "rollout/ungraded": 3})
         writer.log(2, {"train/update_skipped": 0.0, "rollout/ungraded": 0})
     notices = read_run(tmp_path).notices
@@ -129,7 +129,7 @@ def test_groups_are_counted_by_their_newest_state(tmp_path: Path) -> None:
 
 def test_the_last_evaluation_of_a_step_counts(tmp_path: Path) -> None:
     write_config(tmp_path)
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         for value in (0.1, 0.2):
             writer.log_evaluation(0, {"avg@k": value})
     assert [e["avg@k"] for e in read_run(tmp_path).evaluations] == [0.2]
@@ -137,7 +137,7 @@ def test_the_last_evaluation_of_a_step_counts(tmp_path: Path) -> None:
 
 def test_the_outcome_shows_a_collapse_that_the_best_evaluation_hides(tmp_path: Path) -> None:
     write_config(tmp_path)
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         for step, value in enumerate((0.2, 0.8, 0.9, 0.3, 0.5)):
             writer.log_evaluation(step, {"avg@k": value})
     result = outcome(read_run(tmp_path))
@@ -156,15 +156,30 @@ def test_flatten() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("q", "says"),
-    [
-        (0.41, "inert: q = 0.41 is beyond log(1 + eps) = 0.182"),
-        (math.log1p(0.2), "inert"),
-        (0.1, "active"),
-        (1e-8, "noise"),
-        (0.0, "noise"),
-    ],
-)
-def test_where_sat_can_act(q: float, says: str) -> None:
-    assert sat_window(q, 0.2).startswith(says)
+def test_rules_written_as_objects_go_by_the_name_of_their_class(tmp_path: Path) -> None:
+    rules = [
+        {"class": "sat_jax.losses.rules.dual_clip:DualClip"},
+        {"class": "sat_jax.losses.rules.sat:Sat", "alpha": 0.95, "exponent": 2.0},
+        {"class": "/home/me/rules.py:HuberKL", "sha256": "ab12", "weight": 0.1},
+    ]
+    write_config(tmp_path, rules=rules, sat={})
+    run = read_run(tmp_path)
+    assert run.setting("loss.rules") == ["dual_clip", "sat", "huber_kl"]
+    assert run.setting("loss.sat.alpha") == 0.95
+    assert run.setting("loss.sat.beta", "none") == "none"
+    assert run.setting("loss.huber_kl.class") == "/home/me/rules.py:HuberKL"
+    assert run.setting("loss.huber_kl.sha256") == "ab12"
+    assert run.setting("loss.sat.class") is None
+    assert "loss.dual_clip" not in str(flatten(run.info["config"]))
+
+
+def test_rules_written_as_names_stay_as_they_are() -> None:
+    config = {"loss": {"rules": ["ppo", "sat"], "sat": {"alpha": 0.9}}}
+    assert flatten(config) == {"loss.rules": ["ppo", "sat"], "loss.sat.alpha": 0.9}
+
+
+def test_two_rules_of_one_name_are_both_kept() -> None:
+    rules = [{"class": f"/{place}.py:Huber", "weight": i} for i, place in enumerate("ab")]
+    flat = flatten({"rules": rules})
+    assert flat["rules"] == ["huber", "huber_1"]
+    assert (flat["huber.weight"], flat["huber_1.weight"]) == (0, 1)

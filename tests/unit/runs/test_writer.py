@@ -43,9 +43,8 @@ def lines(path: Path) -> list[dict]:
     return [strict(line) for line in path.read_text().splitlines()]
 
 
-def writer(folder: Path, **kwargs: object) -> MetricsWriter:
-    kwargs = {"tensorboard": False, "clock": lambda: 1.7e9} | kwargs
-    return MetricsWriter(folder, **kwargs)  # type: ignore[arg-type]
+def writer(folder: Path, resume_step: int | None = None) -> MetricsWriter:
+    return MetricsWriter(folder, resume_step=resume_step, clock=lambda: 1.7e9)
 
 
 # ---------------------------------------------------------------------------------------------------- the register
@@ -101,12 +100,13 @@ def test_every_kind_of_scalar_becomes_a_json_number(tmp_path: Path) -> None:
     }
 
 
-@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
-def test_a_float32_comes_back_bit_for_bit(x: float) -> None:
-    from sat_jax.runs.writer import _plain
-
-    back = json.loads(json.dumps(_plain(np.float32(x), "x", [])))
-    assert np.float32(back).tobytes() == np.float32(x).tobytes()
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)))
+def test_a_float32_comes_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, values: list[float]) -> None:
+    folder, array = tmp_path_factory.mktemp("floats"), np.array(values, np.float32)
+    with writer(folder) as w:
+        w.log_samples(1, [{"x": array}])
+    (line,) = lines(folder / "samples.jsonl")
+    assert np.array(line["x"], np.float32).tobytes() == array.tobytes()
 
 
 def test_numbers_that_are_not_finite_are_null_and_named(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:
-    with writer(tmp_path, tensorboard=True) as w:
+    with writer(tmp_path) as w:
         train(w, 1, 4)
         w.log_evaluation(4, {"avg@k": 0.5, "k": 8, "sources": {"gsm8k": {"avg@k": 0.25}}})
         w.log(5, {"train/loss": math.nan, "async/staleness_histogram": {"0": 3}})
@@ -272,9 +272,9 @@ def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:
 
 
 def test_tensorboard_forgets_what_a_resume_cut_off(tmp_path: Path) -> None:
-    with writer(tmp_path, tensorboard=True) as w:
+    with writer(tmp_path) as w:
         train(w, 1, 7)
-    with writer(tmp_path, tensorboard=True, resume_step=5) as w:
+    with writer(tmp_path, resume_step=5) as w:
         for step in (6, 7, 8):
             w.log(step, {"train/loss": -1.0})
     values = scalars(tmp_path, "train/loss")

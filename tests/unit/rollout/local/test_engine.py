@@ -15,7 +15,7 @@ import pytest
 
 from sat_jax import hub, model
 from sat_jax.data.batching import Support, check_support
-from sat_jax.rollout.engine import Request, SamplingParams
+from sat_jax.rollout import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.rollout.local.compiled import EngineShape, programs_for
 from sat_jax.types import NO_TOKEN, Prompt
