@@ -1,4 +1,5 @@
-"""One compilation cache for the whole session, its processes included, and compilations that cost half as much.
+"""One compilation cache for the whole session, its processes included; compilations that cost half as much; workers
+that stay small.
 
 Most of a test's time is spent compiling programs that then run for milliseconds, so LLVM does not optimise them: the
 order of operations in them, and with it every property that is tested, is XLA's. ``SAT_JAX_TEST_OPTIMISED=1`` compiles
@@ -7,8 +8,13 @@ as users do.
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 # Before anything imports jax, and inherited by the processes that tests start.
 if os.environ.get("SAT_JAX_TEST_OPTIMISED") != "1":
@@ -16,3 +22,17 @@ if os.environ.get("SAT_JAX_TEST_OPTIMISED") != "1":
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+_STATM = Path("/proc/self/statm")
+_MOST_BYTES = 1.1e9
+"""Resident memory beyond which a worker forgets its compiled programs; the cache on disk still has them."""
+
+
+@pytest.fixture(autouse=True)
+def _small_worker() -> Iterator[None]:
+    yield
+    if "jax" not in sys.modules or not _STATM.exists():
+        return
+    if int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > _MOST_BYTES:
+        sys.modules["jax"].clear_caches()
+        gc.collect()

@@ -23,11 +23,11 @@ def description() -> dict[str, Any]:
 @functools.cache
 def arrays() -> dict[str, np.ndarray]:
     packed = np.load(CASES / "loss_cases.npz")
-    index = json.loads(packed["index"].tobytes())
+    index, values = json.loads(packed["index"].tobytes()), packed["values"]  # every access reads the file anew
     found, start = {}, 0
     for name, shape in index.items():
         size = int(np.prod(shape, dtype=int))
-        found[name] = packed["values"][start : start + size].reshape(shape)
+        found[name] = values[start : start + size].reshape(shape)
         start += size
     return found
 

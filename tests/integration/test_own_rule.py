@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,27 +15,10 @@ import pytest
 from sat_jax.cli.main import main
 from sat_jax.losses import LossConfig
 from sat_jax.testing.rules import sample_inputs
+from tests.helpers import ROOT
 
-# The example of docs/rules.md.
-RULE = """
-import dataclasses
-import jax.numpy as jnp
-from sat_jax.losses import LossConfig, LossInputs, Penalty, Ppo, Sat, make_loss     # also Surrogate, Radius, Mask, ...
-from sat_jax.testing import check_rule
-
-@dataclasses.dataclass(frozen=True)
-class Huber(Penalty):
-    source = "where it comes from"
-    summary = "one line"
-    weight: float = 0.1
-
-    def penalty(self, token, radii):
-        return self.weight * (jnp.sqrt(1 + (token.ratio - 1) ** 2) - 1)
-
-loss_fn = make_loss(LossConfig(unit="token", rules=(Ppo(), Sat(alpha=0.9), Huber(0.2))))
-if __name__ == "__main__":
-    check_rule(Huber())                                     # the conformance suite; AssertionError says what fails
-"""
+# The example that docs/rules.md shows, as it stands there.
+(RULE,) = re.findall(r"```python\n(# huber\.py\n.*?)```", (ROOT / "docs" / "rules.md").read_text(), flags=re.DOTALL)
 CONFIG = """
 from dataclasses import replace
 from huber import Huber
@@ -126,7 +110,7 @@ def test_inspect_and_geometry_take_it(folder: Path, tmp_path: Path, capsys: pyte
     assert (tmp_path / "g.png").stat().st_size > 10_000
     for wrong, message in (
         (f"{folder}/huber.py:Hubert", "has no 'Hubert'; did you mean 'Huber'?"),
-        (f"{folder}/huber.py:loss_fn", "name a class of rules"),
+        (f"{folder}/huber.py:make_loss", "name a class of rules"),
         (f"{folder}/nowhere.py:Huber", "there is no file"),
         ("Huber", "write package.module:name or file.py:name"),
     ):
