@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -13,7 +9,7 @@ import pytest
 
 from sat_jax.config import LearnerConfig, MeshConfig
 from sat_jax.training import build
-from tests.helpers import ROOT
+from tests.helpers.devices import report_of
 from tests.helpers.tiny import tiny, variant
 
 pytestmark = pytest.mark.slow
@@ -25,15 +21,7 @@ _OF_D = ("sat/", "train/clip_fraction")
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "tests.integration.mesh_main"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert found["devices"] == 8
-    return found
+    return report_of("tests.integration.mesh_main")
 
 
 def _same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

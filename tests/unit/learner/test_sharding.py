@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from sat_jax import learner
-from tests.helpers import ROOT
+from tests.helpers.devices import report_of
 from tests.unit.learner.test_step import _spec
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "tests.unit.learner.sharded_main"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return report_of("tests.unit.learner.sharded_main")
 
 
 @pytest.mark.parametrize("case", ["data/1", "mixed/1", "mixed/2"])

@@ -1,16 +1,11 @@
 """Meshes of 8 CPU devices against one device, in a process of their own."""
 
-import json
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
 from jax.sharding import AxisType
 
 from sat_jax import model
-from tests.helpers import ROOT
+from tests.helpers.devices import report_of
 from tests.helpers.models import MOE
 
 from .sharded_main import CASES
@@ -18,14 +13,7 @@ from .sharded_main import CASES
 
 @pytest.fixture(scope="module")
 def report():
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    # Compiling is nearly all of the time here; what is compared does not need optimised code.
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "tests.unit.model.sharded_main"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return report_of("tests.unit.model.sharded_main")
 
 
 @pytest.mark.parametrize("name", CASES)
