@@ -46,6 +46,7 @@ def tiny() -> ExperimentConfig:
         evaluation=EvaluationConfig(source="toy:sort2/test?size=6", problems=6, k=2, interval=3),
         checkpoint_interval=3,
         samples_per_step=1,
+        report=False,
     )
 
 
