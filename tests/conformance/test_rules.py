@@ -14,12 +14,21 @@ from sat_jax import losses
 from sat_jax.checked import Range
 from sat_jax.losses import LossConfig, Mask, Penalty, Ppo, Radii, Rule, Surrogate, Token, Weight
 from sat_jax.testing import check_loss, check_rule
+from sat_jax.testing.rules import around, compiled, sample_inputs
+from tests.helpers.kernel import kernel, same
 from tests.helpers.subjects import discovered, subjects
 
 
 @pytest.mark.parametrize("name", [name for name in subjects() if not name.startswith("rule-")])
 def test_every_loss_conforms(name: str) -> None:
     check_loss(subjects()[name])
+    the_kernel_agrees(subjects()[name])
+
+
+def the_kernel_agrees(config: LossConfig) -> None:
+    """The Pallas twin, gradients and diagnostics included, for losses without a rule that looks at whole responses."""
+    if all(rule.elementwise() for rule in config.rules):
+        same(kernel(config)(sample_inputs()), compiled(config)(sample_inputs()))
 
 
 @pytest.mark.parametrize("name", discovered())
@@ -29,6 +38,7 @@ def test_every_rule_conforms_and_is_public(name: str) -> None:
     assert getattr(losses, type(rule).__name__, None) in (type(rule), None)
     assert type(rule).__name__ in losses.rules.__all__, f"export {type(rule).__name__} in rules/__init__.py"
     check_rule(rule)
+    the_kernel_agrees(around(rule))
 
 
 # --- what is broken is caught, and said ------------------------------------------------------------------------------

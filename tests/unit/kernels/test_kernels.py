@@ -1,44 +1,19 @@
-"""The Pallas twins against the reference: every conformance case, gradients included, any shape."""
+"""The Pallas twins against the reference: any shape, packed rows, a simulated TPU; every rule is in tests/conformance."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from sat_jax import kernels, losses
-from sat_jax.losses import LossConfig, LossInputs
+from sat_jax.losses import LossConfig
 from sat_jax.testing.rules import compiled
 from sat_jax.testing.rules import sample_inputs as batch
-from tests.helpers.subjects import subjects
-
-ELEMENTWISE = {name: config for name, config in subjects().items() if all(rule.elementwise() for rule in config.rules)}
-EACH = pytest.mark.parametrize("config", ELEMENTWISE.values(), ids=ELEMENTWISE.keys())
-
-
-@functools.cache
-def kernel(config: LossConfig, interpret=None):
-    loss_fn = kernels.make_loss(dataclasses.replace(config, kernel="pallas"), interpret=interpret)
-
-    def run(inputs: LossInputs):
-        return jax.value_and_grad(lambda lp: loss_fn(inputs.replace(log_probs=lp)), has_aux=True)(inputs.log_probs)
-
-    return jax.jit(run)
-
-
-def same(got, want) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-6, atol=2e-7), got, want)
-
-
-@EACH
-def test_equals_the_reference(config: LossConfig) -> None:
-    inputs = batch()
-    same(kernel(config)(inputs), compiled(config)(inputs))
+from tests.helpers.kernel import kernel, same
 
 
 @pytest.mark.parametrize(
