@@ -36,14 +36,15 @@ class Checkpoint:
             raise FileNotFoundError(
                 f"{folder} has neither {SINGLE} nor {INDEX}: the folder is half written; fetch it again"
             )
-        present: dict[str, set[str]] = {f: set(self._file(f).keys()) for f in set(self.files.values())}
+        present = {file: set(self._file(file).keys()) for file in sorted(set(self.files.values()))}
         absent = sorted(name for name, file in self.files.items() if name not in present[file])
         if absent:
             raise ValueError(
                 f"{index} promises {absent[0]!r} in {self.files[absent[0]]}, which lacks it: fetch the folder again"
             )
+        # The index decides: a shard may still hold a superseded copy. What it does not name is left for `check` to list.
         for file, names in present.items():
-            self.files.update(dict.fromkeys(names, file))
+            self.files = dict.fromkeys(names, file) | self.files
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -159,6 +159,30 @@ def test_missing_and_left_over_tensors_are_listed(folder):
     assert "left over model.layers.1.mlp.shared_expert.up_proj.weight:" in str(error.value)
 
 
+@pytest.mark.parametrize("stale_first", [True, False])
+def test_the_index_decides_between_two_copies_of_a_tensor(folder, stale_first):
+    """Whatever the order of the files: an interrupted re-export leaves superseded tensors in other shards."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    stale = {name: tensors[name] + 1 for name in ("model.norm.weight", "lm_head.weight")}
+    first, second = ("model-1.safetensors", "model-2.safetensors")[:: 1 if stale_first else -1]
+    kept = {name: tensors.pop(name) for name in list(tensors)[::2] if name not in stale}
+    save_file(kept | stale, folder / first)
+    save_file(tensors, folder / second)
+    weight_map = dict.fromkeys(kept, first) | dict.fromkeys(tensors, second)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    same(hub.load_params(folder), load("moe_top4_norm")[1])
+
+
+def test_a_tensor_that_only_a_shard_knows_is_left_over(folder):
+    names = list(load_file(folder / "model.safetensors"))
+    rewrite(folder, lambda tensors: tensors.update({"model.extra": np.zeros(1, np.float32)}))
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"left over model\.extra"):
+        hub.load_params(folder)
+
+
 def test_wrong_shape_dtype_and_values(folder):
     name = "model.layers.2.self_attn.k_proj.weight"
 
