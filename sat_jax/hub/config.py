@@ -77,6 +77,19 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
     known = {**_architecture(raw, where)}
     model_type = known["model_type"]
     renamed = _RENAMED_MIXTRAL if model_type == "mixtral" else _RENAMED
+    said_by: dict[str, str] = {}
+
+    def learn(name: str, value: Any, key: str) -> None:
+        """``key`` of the file says that ``name`` is ``value``; another key must not have said otherwise."""
+        if value is None:
+            return
+        if known.setdefault(name, value) != value:
+            raise ValueError(
+                f"{where}: {said_by[name]} = {known[name]!r}, but {key} = {value!r}: remove the one that the checkpoint "
+                "was not trained with"
+            )
+        said_by[name] = key
+
     for key, value in raw.items():
         name = renamed.get(key, key)
         if name in _NEUTRAL or name == "model_type":
@@ -85,8 +98,10 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
             known[name] = _token_ids(value)
         elif name in ("rope_parameters", "layer_types", "sliding_window"):
             _check_structured(name, value, raw, known, where)
+            if name == "rope_parameters" and value is not None:
+                learn("rope_theta", _typed("rope_theta", value.get("rope_theta"), where), "rope_parameters.rope_theta")
         elif name in _FIELDS:
-            known[name] = _typed(name, value, where)
+            learn(name, _typed(name, value, where), key)
         elif name in _FIXED:
             if value not in _FIXED[name]:
                 raise ValueError(
@@ -112,7 +127,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
     missing = [name for name in required if known.get(name) is None]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}: add what the checkpoint was trained with")
-    return ModelConfig(**{k: v for k, v in known.items() if v is not None or k in ("bos_token_id", "pad_token_id")})
+    return ModelConfig(**known)
 
 
 def config_to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -163,15 +178,17 @@ def _is_qwen(known: Mapping[str, Any]) -> bool:
     return known["model_type"] in ("qwen3", "qwen3_moe")
 
 
-def _check_structured(name: str, value: Any, raw: Mapping[str, Any], known: dict[str, Any], where: str) -> None:
+def _check_structured(name: str, value: Any, raw: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
     if name == "rope_parameters" and value is not None:
-        extra = {k: v for k, v in value.items() if k not in ("rope_theta", "rope_type")}
-        if value.get("rope_type", "default") != "default" or any(v not in (1, 1.0, None) for v in extra.values()):
+        known_keys = {"rope_theta", "rope_type"}
+        if (
+            not isinstance(value, Mapping)
+            or value.get("rope_type", "default") != "default"
+            or any(v not in (1, 1.0, None) for k, v in value.items() if k not in known_keys)
+        ):
             raise ValueError(
                 f"{where}: rope_parameters = {value!r}: only rope_type 'default' is implemented; use another checkpoint"
             )
-        if "rope_theta" in value:
-            known["rope_theta"] = float(value["rope_theta"])
     elif name == "layer_types" and value is not None and any(kind != "full_attention" for kind in value):
         raise ValueError(
             f"{where}: layer_types {sorted(set(value))}: only 'full_attention' is implemented; use another checkpoint"

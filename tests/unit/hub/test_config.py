@@ -59,6 +59,13 @@ def test_runs_group_equal_layers():
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling = "),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, "only rope_type 'default'"),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope_theta = 10000.0, but rope_parameters.rope_theta = 500000.0: remove the one",
+        ),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": "1e4"}}, "rope_theta = '1e4': expected float"),
+        ({"rope_parameters": [1e4]}, "rope_parameters = [10000.0]"),
+        ({"num_local_experts": 4}, "num_experts = 8, but num_local_experts = 4"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window = 4096 is in use"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "only 'full_attention' is implemented"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not implemented"),
@@ -75,6 +82,16 @@ def test_what_is_not_implemented_is_refused(change, says):
         hub.config_from_hf(raw() | change)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_order_of_keys_decides_nothing():
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 1e4}
+    for order in (both, dict(reversed(both.items()))):
+        plain = {key: value for key, value in raw().items() if key != "rope_theta"}
+        with pytest.raises(ValueError, match=r"rope_theta = .*rope_theta = .*remove the one"):
+            hub.config_from_hf(plain | order)
+        agreed = {**order, "rope_theta": 500_000}
+        assert hub.config_from_hf(plain | agreed).rope_theta == 5e5
 
 
 def test_null_keys_are_absent_keys():
