@@ -17,9 +17,10 @@ ARCHITECTURES: Mapping[str, ModelType] = {
     "LlamaForCausalLM": "llama",
     "MixtralForCausalLM": "mixtral",
 }
-# Keys that never change what the model computes.
+# Keys that never change what the model computes. (How strongly training balances the router is `learner.*` here.)
 _NEUTRAL = frozenset(
     (
+        "router_aux_loss_coef",
         *("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "tokenizer_class"),
         *("use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "return_dict"),
         *("_attn_implementation", "_attn_implementation_autoset", "torchscript", "pretraining_tp", "max_window_layers"),
@@ -144,10 +145,8 @@ def config_to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
         "mlp_only_layers": list(cfg.mlp_only_layers),
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
     }
-    moe_only = (
-        "moe_intermediate_size num_experts num_experts_per_tok norm_topk_prob decoder_sparse_step mlp_only_layers "
-    )
-    foreign = (moe_only + "router_aux_loss_coef").split() if cfg.model_type not in MOE_TYPES else []
+    moe_only = "moe_intermediate_size num_experts num_experts_per_tok norm_topk_prob decoder_sparse_step mlp_only_layers"
+    foreign = moe_only.split() if cfg.model_type not in MOE_TYPES else []
     foreign += [] if cfg.model_type == "llama" else ["mlp_bias"]
     if cfg.model_type == "mixtral":
         raw |= {"num_local_experts": cfg.num_experts, "intermediate_size": cfg.moe_intermediate_size}

@@ -41,8 +41,6 @@ class ModelConfig:
         attention_bias: biases on the q, k, v and output projections.
         mlp_bias: biases in dense MLPs (Llama only).
         initializer_range: standard deviation of freshly initialised matrices.
-        router_aux_loss_coef: the checkpoint's own load-balancing coefficient; used only where a training config asks
-            for it.
         bos_token_id: or None.
         eos_token_id: every id that ends a response.
         pad_token_id: or None.
@@ -69,7 +67,6 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     initializer_range: float = 0.02
-    router_aux_loss_coef: float = 0.001
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
     pad_token_id: int | None = None

@@ -94,6 +94,12 @@ def test_the_order_of_keys_decides_nothing():
         assert hub.config_from_hf(plain | agreed).rope_theta == 5e5
 
 
+def test_how_transformers_balances_a_router_is_read_and_ignored():
+    """Balancing is the learner's own setting here; what is written leaves transformers its default."""
+    assert hub.config_from_hf(raw() | {"router_aux_loss_coef": 0.5}) == hub.config_from_hf(raw())
+    assert "router_aux_loss_coef" not in hub.config_to_hf(MOE, "float32")
+
+
 def test_null_keys_are_absent_keys():
     assert hub.config_from_hf(raw() | {"attn_logit_softcapping": None}) == hub.config_from_hf(raw())
 
