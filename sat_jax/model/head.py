@@ -16,7 +16,7 @@ from flax import struct
 from sat_jax.model.config import ModelConfig
 from sat_jax.model.parameters import Params
 from sat_jax.model.sharding import Placement, constrain
-from sat_jax.types import NO_TOKEN
+from sat_jax.types import MIN_TEMPERATURE, NO_TOKEN
 
 HEAD_COLUMNS = "head_columns"
 """Key of the head as ``[D, V]``, in parameters made for decoding (``split_layers``)."""
@@ -85,8 +85,13 @@ def token_log_probs(
             where it is ``NO_TOKEN`` throughout, the whole vocabulary counts. None: everywhere.
 
     Raises:
-        ValueError: rows that the mesh of ``placement`` does not divide.
+        ValueError: a temperature below ``MIN_TEMPERATURE``; rows that the mesh of ``placement`` does not divide.
     """
+    if isinstance(temperature, int | float) and not temperature >= MIN_TEMPERATURE:
+        raise ValueError(
+            f"temperature = {temperature}: log-probs need at least {MIN_TEMPERATURE}; those of greedy decoding are "
+            "taken at temperature 1"
+        )
     B, T, _ = hidden.shape
     hidden = constrain(hidden, ("batch", None, None), placement)
     matrix = constrain(head_matrix(params, cfg), ("vocab", None), placement)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from sat_jax.types import Prompt, Trajectory
+from sat_jax.types import MIN_TEMPERATURE, Prompt, Trajectory
 
 MAX_SEED = 2**32 - 1
 
@@ -49,8 +49,11 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature = {self.temperature}: must be finite and >= 0; 0 is greedy decoding")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature = {self.temperature}: must be finite and at least {MIN_TEMPERATURE}, or 0 for greedy "
+                "decoding"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p = {self.top_p}: must lie in (0, 1]; 1 turns it off")
         if self.top_k < 0:

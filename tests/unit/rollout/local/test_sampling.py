@@ -9,7 +9,7 @@ import pytest
 
 from sat_jax.rollout.engine import SamplingParams
 from sat_jax.rollout.local.sampling import RowParams, draw, sample, sample_recorded, support_logits, top_k, uniforms
-from sat_jax.types import NO_TOKEN
+from sat_jax.types import MIN_TEMPERATURE, NO_TOKEN
 from tests.helpers import DATA
 
 CASES = json.loads((DATA / "rollout" / "sampling_cases.json").read_text())["settings"]
@@ -140,6 +140,8 @@ def test_a_row_depends_on_its_own_seed_and_step_only():
     [
         ({"temperature": -1.0}, "temperature = -1.0"),
         ({"temperature": float("nan")}, "temperature = nan"),
+        ({"temperature": 1e-38}, "temperature = 1e-38: must be finite and at least 0.0001, or 0 for greedy decoding"),
+        ({"temperature": MIN_TEMPERATURE / 2}, "temperature = 5e-05"),
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"top_k": -1}, "top_k = -1"),
         ({"min_p": 1.5}, "min_p = 1.5"),
@@ -168,6 +170,19 @@ _recorded = jax.jit(lambda logits, rows, step: sample_recorded(logits, rows, uni
 def recorded(logits, params):
     full, row_params, steps, n = padded(logits, params)
     return [np.asarray(x)[:n] for x in _recorded(full, row_params, steps)]
+
+
+def test_the_lowest_temperature_works_with_extreme_logits():
+    """There, sampling takes the argmax, whose log-prob is 0."""
+    logits = np.random.default_rng(0).uniform(-1e4, 1e4, (64, 300)).astype(np.float32)
+    settings = {"temperature": MIN_TEMPERATURE, "top_k": 5, "top_p": 0.9}
+    for tokens, log_probs, *_ in (
+        sampled(logits, rows(64, temperature=MIN_TEMPERATURE)),
+        sampled(logits, rows(64, **settings)),
+        recorded(logits, rows(64, **settings)),
+    ):
+        np.testing.assert_array_equal(tokens, np.argmax(logits, axis=-1))
+        np.testing.assert_array_equal(log_probs, np.zeros(64))
 
 
 def ids(support):
