@@ -86,8 +86,8 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
             return
         if known.setdefault(name, value) != value:
             raise ValueError(
-                f"{where}: {said_by[name]} = {known[name]!r}, but {key} = {value!r}: remove the one that the checkpoint "
-                "was not trained with"
+                f"{where}: {said_by[name]} = {known[name]!r}, but {key} = {value!r}: remove the one that the "
+                "checkpoint was not trained with"
             )
         said_by[name] = key
 
@@ -145,7 +145,9 @@ def config_to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
         "mlp_only_layers": list(cfg.mlp_only_layers),
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
     }
-    moe_only = "moe_intermediate_size num_experts num_experts_per_tok norm_topk_prob decoder_sparse_step mlp_only_layers"
+    moe_only = (
+        "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers"
+    )
     foreign = moe_only.split() if cfg.model_type not in MOE_TYPES else []
     foreign += [] if cfg.model_type == "llama" else ["mlp_bias"]
     if cfg.model_type == "mixtral":

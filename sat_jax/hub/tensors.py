@@ -42,7 +42,7 @@ class Checkpoint:
             raise ValueError(
                 f"{index} promises {absent[0]!r} in {self.files[absent[0]]}, which lacks it: fetch the folder again"
             )
-        # The index decides: a shard may still hold a superseded copy. What it does not name is left for `check` to list.
+        # The index decides: a shard may still hold a superseded copy. What it does not name, `check` finds left over.
         for file, names in present.items():
             self.files = dict.fromkeys(names, file) | self.files
 
