@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,11 +104,12 @@ class Policy:
             n_slots: responses decoded side by side.
 
         Raises:
-            ValueError: no or empty prompts, texts without a tokenizer, a context longer than the model's.
+            ValueError: no or empty prompts, an id outside the vocabulary, texts without a tokenizer, a context longer
+                than the model's.
         """
-        if not prompts or isinstance(prompts, str):
+        if isinstance(prompts, str) or not len(prompts):
             raise ValueError(f"prompts = {prompts!r}: give a list with at least one prompt")
-        rows = [np.asarray(self._encode(p), np.int32) for p in prompts]
+        rows = [self._encode(prompt, i) for i, prompt in enumerate(prompts)]
         longest = max(len(row) for row in rows) + max_new_tokens
         limit = self.config.max_position_embeddings
         if longest > limit:
@@ -144,20 +146,28 @@ class Policy:
         """Writes a Hugging Face folder that loads back to the same bits; errors as for ``hub.save_hf``."""
         return hub.save_hf(hf_dir, self.config, self.params, source=self.source)
 
-    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
-            raise ValueError(f"{self.source} has no tokenizer.json: give prompts as lists of token ids")
-        return self.tokenizer.encode(prompt)
+    def _encode(self, prompt: Any, number: int) -> np.ndarray:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"{self.source} has no tokenizer.json: give prompts as lists of token ids")
+            return np.array(self.tokenizer.encode(prompt), np.int32)
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            wrap = "; one prompt alone is wrapped: [[1, 2, 3]]" if ids.ndim == 0 else ""
+            raise ValueError(f"prompt {number} = {prompt!r:.60}: give prompts as texts or as lists of ids{wrap}")
+        self.config.check_ids(ids, f"prompt {number}")
+        return ids.astype(np.int32)
 
     def _checked(self, tokens: ArrayLike, attention_mask: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
-        ids = np.asarray(tokens)
+        try:
+            ids = np.asarray(tokens)
+        except ValueError as error:
+            raise ValueError("tokens are rows of several lengths: pad them, and give an attention_mask") from error
         if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"tokens are {ids.dtype}{list(ids.shape)}: give integers [B, T]")
-        if ids.size and not (ids.min() >= 0 and ids.max() < self.config.vocab_size):
-            bad = ids[(ids < 0) | (ids >= self.config.vocab_size)][0]
-            raise ValueError(f"token id {bad} lies outside the model's vocabulary of {self.config.vocab_size}")
+            wrap = "; wrap a single row: [[1, 2, 3]]" if ids.ndim == 1 else ""
+            raise ValueError(f"tokens are {ids.dtype}{list(ids.shape)}: give integers [B, T]{wrap}")
+        for number, row in enumerate(ids):
+            self.config.check_ids(row, f"row {number}")
         if ids.shape[1] > self.config.max_position_embeddings:
             limit = self.config.max_position_embeddings
             raise ValueError(f"rows of {ids.shape[1]} tokens exceed the model's context of {limit}: shorten them")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+import numpy as np
+
 from sat_jax.names import nearest
 
 ModelType = Literal["qwen3_moe", "qwen3", "llama", "mixtral"]
@@ -123,6 +125,14 @@ class ModelConfig:
             return ()
         step = self.decoder_sparse_step
         return tuple(i for i in range(self.num_hidden_layers) if (i + 1) % step == 0 and i not in self.mlp_only_layers)
+
+    def check_ids(self, ids: np.ndarray, name: str) -> None:
+        """Raises ``ValueError`` where one of ``ids`` is outside of the vocabulary: a lookup would clip it silently."""
+        if (outside := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))).size:
+            raise ValueError(
+                f"{name}, token {outside[0]}: id {ids[outside[0]]} lies outside the model's vocabulary of "
+                f"{self.vocab_size}: use the tokenizer that belongs to the model"
+            )
 
     @property
     def qk_norm(self) -> bool:

@@ -181,7 +181,8 @@ class LocalEngine:
         """See ``Engine``. What has finished is handed out while the device is already at the next tokens.
 
         Raises:
-            ValueError: an empty prompt; prompt and budget beyond ``max_len``; stop strings without a tokenizer.
+            ValueError: an empty prompt or an id outside the vocabulary; prompt and budget beyond ``max_len``; stop
+                strings without a tokenizer.
             RuntimeError: another ``generate`` is not finished.
         """
         if self._busy:
@@ -280,6 +281,7 @@ class LocalEngine:
         n, budget, limit = len(request.prompt.token_ids), request.params.max_new_tokens, self._shape.max_len
         if n < 1:
             raise ValueError(f"request {request.request_id}: the prompt is empty; give it at least one token")
+        self._shape.cfg.check_ids(request.prompt.token_ids, f"request {request.request_id}")
         if n + budget > limit:
             raise ValueError(
                 f"request {request.request_id}: {n} prompt tokens and a budget of {budget} exceed the engine's "
