@@ -124,7 +124,7 @@ def _run(plan: Plan, operands: Operands) -> tuple[jax.Array, Reductions, jax.Arr
     if plan.unit == "tile":
         out_shape.append(jax.ShapeDtypeStruct((B, T), jnp.float32))
         out_specs.append(tile)
-    outputs = pl.pallas_call(
+    call = pl.pallas_call(
         functools.partial(_kernel, plan=plan, names=names, shape=(B, T), block=(rows, columns), n_tiles=len(tiles)),
         grid=(pl.cdiv(B, rows), pl.cdiv(T, columns)),
         in_specs=in_specs,
@@ -136,7 +136,9 @@ def _run(plan: Plan, operands: Operands) -> tuple[jax.Array, Reductions, jax.Arr
             transcendentals=2 * B * T,
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*tiles, *lines)) + 4 * B * T * len(out_shape),
         ),
-    )(*tiles, *lines)
+    )
+    with jax.enable_x64(False):  # else a Python number in a rule is a float64 in the kernel
+        outputs = call(*(x if x.dtype.itemsize <= 4 else x.astype(jnp.float32) for x in (*tiles, *lines)))
     lanes, by_log_probs = outputs[0], outputs[1]
     column = {name: lanes[:, i] for i, name in enumerate(names.flat)}
     diagnostics = Reductions(

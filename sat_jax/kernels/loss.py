@@ -43,6 +43,8 @@ class KernelLoss(Loss):
 
     def policy_rows(self, prepared: Prepared, summary: LossSummary, scale: jax.Array) -> tuple[jax.Array, Reductions]:
         """One pass over the tokens."""
+        if not self._takes(prepared):
+            return super().policy_rows(prepared, summary, scale)
         config = self.config
         summaries = rule_summaries(config, prepared, summary, self.ranker)
         leaves, structure = jax.tree.flatten(summaries)
@@ -79,10 +81,10 @@ class KernelLoss(Loss):
     def ranker(self, prepared: Prepared, axis_names: tuple[str, ...] = (), shards: int = 1) -> Ranker:
         """Counting passes for one number a token; one number a row is ranked by the reference, which is as fast."""
         reference = ranker(prepared, axis_names, shards)
-        mask = prepared.mask
+        mask, takes = prepared.mask, self._takes(prepared)
 
         def quantile(x: jax.Array, alpha: float) -> jax.Array:
-            if shards > 1 or x.shape != mask.shape or x.shape[-1] == 1:
+            if not takes or shards > 1 or x.shape != mask.shape or x.shape[-1] == 1:
                 return reference(x, alpha)
             interpret = self._interpret()
 
@@ -99,6 +101,16 @@ class KernelLoss(Loss):
             return jax.shard_map(ranked, mesh=self.mesh, in_specs=(spec, spec), out_specs=P(), check_vma=False)(x, mask)
 
         return quantile
+
+    def _takes(self, prepared: Prepared) -> bool:
+        """Whether the kernels compute in this batch's type; what was chosen automatically gives way where not."""
+        fits = prepared.token.ratio.dtype == jnp.float32
+        if not fits and self.config.kernel == "pallas":
+            raise ValueError(
+                f"loss.kernel = 'pallas' with {prepared.token.ratio.dtype} log_probs: the kernels compute in float32; "
+                "cast log_probs, or use kernel 'reference'"
+            )
+        return fits
 
     def _over_rows(self, f: Any, operands: Operands) -> Any:
         if self.mesh is None:
