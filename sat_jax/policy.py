@@ -14,10 +14,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from sat_jax import hub, model
+from sat_jax.data.records import Routes, check_routes
 from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.rollout.engine import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
-from sat_jax.types import FinishReason, Prompt, Trajectory
+from sat_jax.types import NATIVE_ROUTE, FinishReason, Prompt, Trajectory
 
 _LENGTH_STEP = 64  # contexts are rounded up to a multiple of this, so that a few prompts more compile nothing new
 
@@ -128,16 +129,10 @@ class Policy:
         done: dict[int, Trajectory] = {t.sample_index: t for t in engine.generate(requests)}
         engine.close()
         ordered = [done[i] for i in range(len(rows))]
-        routes = [t.routed_experts for t in ordered if t.routed_experts is not None]
         return Generation(
             token_ids=[t.response_ids.tolist() for t in ordered],
             log_probs=[t.log_probs for t in ordered],
-            routed_experts=[
-                model.validate_routes(r, self.config, len(t.prompt_ids) + len(t.response_ids), f"response {i}")
-                for i, (r, t) in enumerate(zip(routes, ordered, strict=True))
-            ]
-            if self.config.moe_layers
-            else None,
+            routed_experts=_routes(ordered, self.config) if self.config.moe_layers else None,
             texts=[t.text for t in ordered],
             finish_reasons=[t.finish_reason for t in ordered],
         )
@@ -199,6 +194,13 @@ def load_policy(hf_dir: str | Path, dtype: str = "float32", shardings: model.Par
     if tokenizer is not None:
         tokenizer.check_vocabulary(config.vocab_size)
     return Policy(config, hub.load_params(folder, config, dtype, shardings), tokenizer, folder)
+
+
+def _routes(trajectories: Sequence[Trajectory], cfg: model.ModelConfig) -> list[np.ndarray]:
+    """int32 ``[P + R, L, K]`` each: the last token was not fed to the model."""
+    routes = Routes(len(cfg.moe_layers), cfg.num_experts_per_tok, cfg.num_experts, cfg.moe_layers)
+    found = check_routes(trajectories, routes)
+    return [np.pad(r.astype(np.int32), ((0, 1), (0, 0), (0, 0)), constant_values=NATIVE_ROUTE) for r in found]
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -90,7 +90,7 @@ def route(
         k: experts per token.
         normalize: ``norm_topk_prob``.
         recorded: int32 ``[..., k]`` with ``NATIVE_ROUTE`` rows where there is no record, or None. Rows are complete:
-            that is checked on the host by ``model.validate_routes``, since a gather clamps or wraps a wrong index
+            that is checked on the host by ``data.records.check_routes``, since a gather clamps or wraps a wrong index
             silently.
 
     Returns:

@@ -359,7 +359,7 @@ def _check_routes(cfg: ModelConfig, tokens: jax.Array, routed_experts: jax.Array
     if routed_experts.shape != expected:
         raise ValueError(
             f"routed_experts has shape {routed_experts.shape}, expected [B, T, L, K] = {expected}: they "
-            "come from another model, or the axes are in another order (see model.validate_routes)"
+            "come from another model, or the axes are in another order (see data.records.check_routes)"
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sat_jax import hub, model
-from sat_jax.data.batching import Support, check_support
+from sat_jax.data.records import Routes, Support, check_routes, check_support
 from sat_jax.rollout import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.types import NO_TOKEN, Prompt
@@ -89,7 +89,7 @@ def score(params, trajectory, *, cfg=CFG, replay=False, temperature=1.0):
     routes = None
     if replay:
         routes = np.full((1, SHAPE["max_len"], 2, 2), -1, np.int32)
-        routes[0, : len(ids)] = model.validate_routes(trajectory.routed_experts, cfg, len(ids), "test")
+        (routes[0, : len(ids) - 1],) = check_routes([trajectory], Routes(2, 2, 8))
     log_probs, indices = _score(cfg, params, tokens, len(ids), routes, temperature)
     P = len(trajectory.prompt_ids)
     return np.asarray(log_probs)[P : len(ids)], None if indices is None else np.asarray(indices)[: len(ids) - 1]
@@ -445,7 +445,7 @@ def test_supports_are_recorded_for_every_token_and_every_version(params, other_p
     sizes = set()
     for t in trajectories:
         assert t.support.shape == (9, 6)
-        assert check_support(t, t.request_id, Support(6, CFG.vocab_size)) is not None
+        assert check_support(t, Support(6, CFG.vocab_size)) is not None
         sizes |= set((t.support != NO_TOKEN).sum(axis=1).tolist())
         tokens = jnp.asarray(np.concatenate([t.prompt_ids, t.response_ids]))[None]
         support = np.full((1, tokens.shape[1], 6), NO_TOKEN, np.int32)
