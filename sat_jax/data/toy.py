@@ -16,12 +16,13 @@ import hashlib
 import itertools
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from sat_jax.checked import Checked, Range
 from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.types import Prompt
 
@@ -35,30 +36,23 @@ _FIRST_DIGIT, _EQUALS = SYMBOLS.index("0"), SYMBOLS.index("=")
 
 
 @dataclasses.dataclass(frozen=True)
-class SortTask:
-    """Sort ``n_digits`` digits.
+class SortTask(Checked):
+    """Sort ``n_digits`` digits."""
 
-    Attributes:
-        n_digits: digits in a problem, 1 to 6: every problem is enumerated.
-        held_out: share of the multisets of digits that only the test split has.
-        ascending: share of demonstrations with the right answer.
-        descending: share of demonstrations in descending order; the rest are copies of the problem.
-    """
-
-    n_digits: int = 6
-    held_out: float = 0.1
-    ascending: float = 0.35
-    descending: float = 0.35
+    n_digits: Annotated[int, Range(1, 6, why="every problem is enumerated")] = 6
+    held_out: Annotated[float, Range(0, 1, above=True, below=True, why="both splits have problems")] = 0.1
+    """Share of the multisets of digits that only the test split has."""
+    ascending: Annotated[float, Range(0, 1)] = 0.35
+    """Share of demonstrations with the right answer."""
+    descending: Annotated[float, Range(0, 1)] = 0.35
+    """Share of demonstrations in descending order; the rest are copies of the problem."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.n_digits <= 6:
-            raise ValueError(f"n_digits = {self.n_digits}: the toy task sorts 1 to 6 digits; choose one of these")
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out = {self.held_out}: must lie between 0 and 1, so that both splits have problems")
-        if min(self.ascending, self.descending) < 0 or self.ascending + self.descending > 1:
+        super().__post_init__()
+        if self.ascending + self.descending > 1:
             raise ValueError(
-                f"ascending = {self.ascending} and descending = {self.descending}: shares are at least 0 and add up to "
-                "at most 1; the rest are copies"
+                f"SortTask.ascending = {self.ascending} and descending = {self.descending}: they add up to at most 1; "
+                "the rest are copies"
             )
 
     def is_held_out(self, digits: np.ndarray) -> np.ndarray:

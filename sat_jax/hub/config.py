@@ -65,12 +65,11 @@ def read_config(hf_dir: str | Path) -> ModelConfig:
         raise FileNotFoundError(
             f"{folder} is not a folder: give a Hugging Face model folder (config.json, *.safetensors, ...)"
         )
-    cfg = config_from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
-    generation = folder / "generation_config.json"
+    raw, generation = read_json(folder / "config.json"), folder / "generation_config.json"
     if generation.is_file():
         extra = _token_ids(read_json(generation).get("eos_token_id"))
-        cfg = dataclasses.replace(cfg, eos_token_id=tuple(dict.fromkeys(cfg.eos_token_id + extra)))
-    return cfg
+        raw["eos_token_id"] = [*_token_ids(raw.get("eos_token_id")), *extra]
+    return config_from_hf(raw, where=str(folder / "config.json"))
 
 
 def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -82,7 +81,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
 
     def learn(name: str, value: Any, key: str) -> None:
         """``key`` of the file says that ``name`` is ``value``; another key must not have said otherwise."""
-        if value is None:
+        if value is None or (value == -1 and name in ("bos_token_id", "pad_token_id")):
             return
         if known.setdefault(name, value) != value:
             raise ValueError(
@@ -96,13 +95,13 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
         if name in _NEUTRAL or name == "model_type":
             continue
         if name == "eos_token_id":
-            known[name] = _token_ids(value)
+            known[name] = tuple(dict.fromkeys(_token_ids(value)))
         elif name in ("rope_parameters", "layer_types", "sliding_window"):
             _check_structured(name, value, raw, known, where)
             if name == "rope_parameters" and value is not None:
-                learn("rope_theta", _typed("rope_theta", value.get("rope_theta"), where), "rope_parameters.rope_theta")
+                learn("rope_theta", value.get("rope_theta"), "rope_parameters.rope_theta")
         elif name in _FIELDS:
-            learn(name, _typed(name, value, where), key)
+            learn(name, tuple(value) if isinstance(value, list) else value, key)
         elif name in _FIXED:
             if value not in _FIXED[name]:
                 raise ValueError(
@@ -113,10 +112,11 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
                 f"{where}: key {key!r} = {value!r} is unknown and may change the maths{nearest(key, _FIELDS)}; "
                 "remove it if it does not matter"
             )
-    if not _is_qwen(known) and known.get("head_dim") is None and raw.get("num_attention_heads"):
-        known["head_dim"] = raw.get("hidden_size", 0) // raw["num_attention_heads"]
+    width, heads = known.get("hidden_size"), known.get("num_attention_heads")
+    if not _is_qwen(known) and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        known.setdefault("head_dim", width // heads)
     if model_type == "llama":
-        known.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
+        known.setdefault("num_key_value_heads", heads)
     elif known.pop("mlp_bias", False):
         raise ValueError(f"{where}: mlp_bias = true is not implemented for {model_type}: use another checkpoint")
     if model_type == "qwen3_moe":
@@ -128,7 +128,15 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
     missing = [name for name in required if known.get(name) is None]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}: add what the checkpoint was trained with")
-    return ModelConfig(**known)
+    return described(where, **known)
+
+
+def described(where: str, **fields: Any) -> ModelConfig:
+    """``ModelConfig(**fields)``, whose errors name the file that says so."""
+    try:
+        return ModelConfig(**fields)
+    except ValueError as error:
+        raise ValueError(f"{where}: {str(error).removeprefix(ModelConfig.section + '.')}") from None
 
 
 def config_to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -198,22 +206,8 @@ def _check_structured(name: str, value: Any, raw: Mapping[str, Any], known: Mapp
         raise ValueError(f"{where}: sliding_window = {value!r} is in use and not implemented: use another checkpoint")
 
 
-def _typed(name: str, value: Any, where: str) -> Any:
-    hint = str(_FIELDS[name].type)
-    if value is None:
-        return None
-    if hint.startswith("tuple") and isinstance(value, list):
-        return tuple(value)
-    kind = {"int": int, "float": float, "bool": bool}.get(hint.split(" ")[0], str)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{where}: {name} = {value!r}: expected {kind.__name__}; correct it")
-    return value
-
-
 def _token_ids(value: Any) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    return () if value in (None, -1) else tuple(value) if isinstance(value, list) else (value,)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
+from sat_jax.checked import Checked, Count
 from sat_jax.model import layers
 from sat_jax.model.attention import attend, self_attention
 from sat_jax.model.config import LayerRun, ModelConfig
@@ -26,28 +27,23 @@ _HIDDEN = ("batch", None, None)
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardOptions:
-    """How to compute, never what. Hashable: a static argument.
-
-    Attributes:
-        compute_dtype: of activations and matmul inputs (``bfloat16``: parameters stay as they are, say float32 masters,
-            and are cast layer by layer). None: the dtype of the parameters. Norms, router, softmax and logits are
-            float32 always.
-        remat: what a layer keeps for the backward pass: ``none`` recomputes nothing, ``dots`` keeps matmul outputs,
-            ``full`` keeps only the layer's input.
-        scan_layers: compile one layer per run and loop; False unrolls, which compiles longer and can run a little
-            faster.
-        moe: implementation of the mixture layers, see ``sat_jax.model.experts``.
-        attention_block: queries whose scores are in memory at once.
-        placement: mesh and rules for activations, or None.
-    """
+class ForwardOptions(Checked):
+    """How to compute, never what. Hashable: a static argument."""
 
     compute_dtype: str | None = None
+    """Of activations and matmul inputs (``bfloat16``: parameters stay as they are, say float32 masters, and are cast
+    layer by layer). None: the dtype of the parameters. Norms, router, softmax and logits are float32 always."""
     remat: Remat = "none"
+    """What a layer keeps for the backward pass: ``none`` recomputes nothing, ``dots`` keeps matmul outputs, ``full``
+    keeps only the layer's input."""
     scan_layers: bool = True
+    """Compile one layer per run and loop; False unrolls, which compiles longer and can run a little faster."""
     moe: MoEImplementation = "auto"
-    attention_block: int = 1024
+    """Implementation of the mixture layers, see ``sat_jax.model.experts``."""
+    attention_block: Count = 1024
+    """Queries whose scores are in memory at once."""
     placement: Placement | None = None
+    """Mesh and rules for activations, or None."""
 
 
 DEFAULT_OPTIONS = ForwardOptions()
