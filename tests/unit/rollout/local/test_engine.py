@@ -16,6 +16,7 @@ from sat_jax import hub, model
 from sat_jax.data.records import Routes, Support, check_routes, check_support
 from sat_jax.rollout import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
+from sat_jax.rollout.local.compiled import programs_for
 from sat_jax.types import NO_TOKEN, Prompt
 from tests.helpers import DATA, ROOT
 
@@ -230,19 +231,18 @@ def cached_reference(stages, trajectory):
     return np.array(log_probs[P - 1 :], np.float32)
 
 
-@pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
-def test_weights_are_swapped_between_two_dispatches_of_a_response(params, other_params, kv_on_swap):
-    engine = LocalEngine(CFG, params, version=3, kv_on_swap=kv_on_swap, **SHAPE)
+def test_weights_are_swapped_between_two_dispatches_of_a_response(params, other_params):
+    """What was decoded before keeps its keys and values."""
+    engine = LocalEngine(CFG, params, version=3, **SHAPE)
     requests = [request(f"r{n}", n, dataclasses.replace(EVERY, max_new_tokens=10), n) for n in (3, 11)]
     trajectories = list(engine.generate(swap_after(engine, other_params, 4, requests, 1)))
     assert engine.version == 4
     for t in trajectories:
         np.testing.assert_array_equal(t.policy_versions, [3] * 4 + [4] * 6)
         np.testing.assert_allclose(t.log_probs[:4], score(params, t)[0][:4], atol=1e-5)
-        after, mixed = score(other_params, t)[0][4:], cached_reference({3: params, 4: other_params}, t)
-        kept, recomputed = (np.abs(t.log_probs[4:] - reference).max() for reference in (mixed[4:], after))
-        right, wrong = (kept, recomputed) if kv_on_swap == "keep" else (recomputed, kept)
-        assert right < 1e-5 < 1e-2 < wrong
+        mixed, anew = cached_reference({3: params, 4: other_params}, t)[4:], score(other_params, t)[0][4:]
+        kept, recomputed = (np.abs(t.log_probs[4:] - reference).max() for reference in (mixed, anew))
+        assert kept < 1e-5 < 1e-2 < recomputed
 
 
 def test_weights_are_copied(engine, params):
@@ -306,14 +306,14 @@ def test_bfloat16_engine_reports_float32_log_probs_of_its_own_distribution(param
 
 
 def test_the_stated_memory_is_what_is_held(engine):
-    assert engine.cache_bytes == sum(x.nbytes for x in jax.tree.leaves(engine._cache))
+    assert engine.cache_bytes == model.cache_bytes(CFG, SHAPE["n_slots"], SHAPE["max_len"], "float32")
     assert engine.cache_bytes == 2 * 2 * 4 * 32 * 16 * 4  # k and v, layers, slots, positions, head width, bytes
     assert engine.record_bytes == 4 * 32 * (3 * 4 + 2 * 2 * 2)
 
 
 def test_sharing_a_prompt_needs_no_second_cache(engine):
-    pairs = np.zeros(4, np.int32)
-    compiled = engine._programs.copy_slots.lower(engine._cache, pairs, pairs, 0).compile()
+    cache, pairs = model.init_cache(CFG, SHAPE["n_slots"], SHAPE["max_len"], "float32"), np.zeros(4, np.int32)
+    compiled = programs_for(engine.shape).copy_slots.lower(cache, pairs, pairs, 0).compile()
     usage = compiled.memory_analysis()
     assert usage.alias_size_in_bytes == engine.cache_bytes, "the cache is updated in place"
     assert usage.temp_size_in_bytes <= engine.cache_bytes / 4 + 1024, "one slot at a time"
@@ -358,15 +358,16 @@ def test_impossible_sizes_are_refused(params, settings):
 
 
 def test_close_frees_the_device(engine):
+    assert sum(engine.device_bytes.values()) > engine.cache_bytes
     engine.close()
     engine.close()
-    assert all(x.is_deleted() for x in jax.tree.leaves(engine._cache))
+    assert engine.device_bytes == {}
 
 
 @pytest.mark.parametrize(("name", "split"), [("moe_top4_norm", True), ("dense_tied", False)])
 def test_greedy_decoding_matches_the_golden_checkpoints(name, split, monkeypatch):
     """transformers' generate: tokens exactly, log-probs at temperature 1."""
-    monkeypatch.setattr("sat_jax.rollout.local.engine._SMALL_POLICY", 0 if split else 10**9)
+    monkeypatch.setattr("sat_jax.rollout.local.engine.SMALL_POLICY", 0 if split else 10**9)
     folder = DATA / "model" / name
     cfg = hub.read_config(folder)
     golden = np.load(folder / "greedy.npz")
@@ -395,7 +396,7 @@ def test_greedy_decoding_matches_the_golden_checkpoints(name, split, monkeypatch
 def test_layers_side_by_side_compute_what_stacked_ones_do(params, monkeypatch):
     requests = [request(f"r{n}", n, seed=n) for n in (2, 7)]
     stacked = list(LocalEngine(CFG, params, **LEAN).generate(requests))
-    monkeypatch.setattr("sat_jax.rollout.local.engine._SMALL_POLICY", 0)
+    monkeypatch.setattr("sat_jax.rollout.local.engine.SMALL_POLICY", 0)
     split = by_name(LocalEngine(CFG, params, **LEAN).generate(requests))
     for t in stacked:
         np.testing.assert_array_equal(t.response_ids, split[t.request_id].response_ids)
@@ -429,7 +430,7 @@ def test_a_device_and_a_mesh_exclude_each_other(params):
 
 def test_supports_are_recorded_for_every_token_and_every_version(params, other_params):
     """The learner's log-probs over the recorded supports are the engine's; weights change in flight."""
-    engine = LocalEngine(CFG, params, Letters(), support=6, kv_on_swap="recompute", **LEAN)
+    engine = LocalEngine(CFG, params, Letters(), support=6, **LEAN)
     sampling = dataclasses.replace(EVERY, top_k=6, top_p=0.8, temperature=0.8)
     requests = [request(name, params=sampling, seed=i) for i, name in enumerate("abcde")]
 

@@ -23,7 +23,8 @@ def main() -> None:
         first = sorted(engine.generate(requests), key=lambda t: t.sample_index)
         engine.update_weights(new, 1)
         second = sorted(engine.generate(requests), key=lambda t: t.sample_index)
-        assert {leaf.device for leaf in jax.tree.leaves((engine._params, engine._cache))} == {device or learner}
+        assert set(engine.device_bytes) == {device or learner}
+        alone = sum(engine.device_bytes.values())
         texts.append([(t.response_ids.tolist(), t.log_probs.tolist()) for t in first + second])
     assert texts[0] == texts[1], "the device makes a difference"
 
@@ -35,7 +36,8 @@ def main() -> None:
         ids, log_probs = texts[0][t.sample_index]
         assert t.response_ids.tolist() == ids
         np.testing.assert_allclose(t.log_probs, log_probs, atol=1e-5)
-    assert not jax.tree.leaves(engine._cache)[0].sharding.is_fully_replicated
+    assert set(engine.device_bytes) == {learner, rollout}
+    assert max(engine.device_bytes.values()) < 0.7 * alone, "nothing is cut"
     print("same")
 
 
