@@ -70,16 +70,6 @@ class PromptStream(Iterator[Ticket]):
         self._next += 1
         return ticket
 
-    @property
-    def position(self) -> int:
-        """The position of the next ticket: how many were issued."""
-        return self._next
-
-    @property
-    def epoch_size(self) -> int:
-        """Prompts in an epoch."""
-        return len(self._prompts)
-
     def get_state(self) -> dict[str, Any]:
         """JSON-able state, from which ``set_state`` continues with the very next prompt."""
         return {

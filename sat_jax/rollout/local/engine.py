@@ -72,8 +72,8 @@ class LocalEngine:
             of the weights: they need not be those of ``params``.
         support: record the tokens that every sampled one was drawn from, at most so many; every request then has a
             temperature above 0 and a ``top_k`` from 1 to this. 0: nothing is recorded.
-        device: where the engine samples, if not on a mesh and not where ``params`` are: rollout and learner overlap only
-            on devices of their own. New weights are brought over.
+        device: where the engine samples, if not on a mesh and not where ``params`` are: rollout and learner overlap
+            only on devices of their own. New weights are brought over.
 
     Attributes:
         shape: everything that its programs are compiled for.
