@@ -45,10 +45,10 @@ def head_matrix(params: Params, cfg: ModelConfig) -> jax.Array:
 
 
 def logits(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """Float32 ``[..., V]`` of ``hidden [..., D]``, accumulated in float32. For single positions: decoding, looking."""
+    """Float32 ``[..., V]`` of ``hidden [..., D]``. For single positions: decoding, looking."""
     if HEAD_COLUMNS in params:
         return jnp.einsum("...d,dv->...v", hidden, params[HEAD_COLUMNS], preferred_element_type=jnp.float32)
-    return _project(hidden, head_matrix(params, cfg))
+    return project(hidden, head_matrix(params, cfg))
 
 
 def token_log_probs(
@@ -105,7 +105,7 @@ def token_log_probs(
     def grouped(x: jax.Array) -> jax.Array:
         return x.reshape(groups, B // groups * T, *x.shape[2:])
 
-    log_probs, entropy, outside = _chunked(
+    made = _chunked(
         grouped(hidden),
         matrix,
         _Targets(grouped(tokens), None if support is None else grouped(support)),
@@ -113,11 +113,11 @@ def token_log_probs(
         _plan(grouped(wanted), chunks, width),
         _Static(width, chunks if active is None else None, with_entropy, placement),
     )
-    entropy, outside = (None if x is None else x.reshape(B, T) for x in (entropy, outside))
-    return TokenLogProbs(log_probs.reshape(B, T), entropy, outside)
+    return jax.tree.map(lambda x: x.reshape(B, T), made)
 
 
-def _project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
+def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Float32 logits ``[..., V]`` of ``hidden [..., D]`` under ``matrix [V, D]``."""
     return jnp.einsum("...d,vd->...v", hidden, matrix.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
@@ -133,14 +133,6 @@ class _Targets(NamedTuple):
 
     tokens: jax.Array
     support: jax.Array | None
-
-
-class _Outputs(NamedTuple):
-    """As in ``TokenLogProbs``, ``[G, N]``."""
-
-    log_probs: jax.Array
-    entropy: jax.Array | None
-    outside: jax.Array | None
 
 
 class _Plan(NamedTuple):
@@ -233,18 +225,17 @@ def _put_back(plan: _Plan, x: jax.Array) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _chunked(
     hidden: jax.Array, matrix: jax.Array, targets: _Targets, temperature: jax.Array, plan: _Plan, static: _Static
-) -> _Outputs:
-    """``hidden [G, N, D]``, ``matrix [V, D]`` -> everything about the wanted positions."""
-    outputs, _ = _chunked_forward(hidden, matrix, targets, temperature, plan, static)
-    return outputs
+) -> TokenLogProbs:
+    """``hidden [G, N, D]``, ``matrix [V, D]`` -> everything about the wanted positions, ``[G, N]``."""
+    return _chunked_forward(hidden, matrix, targets, temperature, plan, static)[0]
 
 
 def _chunked_forward(
     hidden: jax.Array, matrix: jax.Array, targets: _Targets, temperature: jax.Array, plan: _Plan, static: _Static
-) -> tuple[_Outputs, Any]:
+) -> tuple[TokenLogProbs, Any]:
     def chunk(i: jax.Array, made: dict[str, jax.Array]) -> dict[str, jax.Array]:
         at, before, token, support = _chunk(i, hidden, targets, plan, static.width)
-        scaled, new = _project(before, matrix) / temperature, {}
+        scaled, new = project(before, matrix) / temperature, {}
         if support is not None:
             everything = jax.nn.logsumexp(scaled, axis=-1)
             scaled = _narrowed(scaled, support)
@@ -263,11 +254,11 @@ def _chunked_forward(
     made = {name: empty for name, is_wanted in wanted.items() if is_wanted}
     made = jax.lax.fori_loop(0, _trips(plan, static), chunk, made)
     back = {name: _put_back(plan, x) for name, x in made.items() if name != "log_z"}
-    outputs = _Outputs(back["log_probs"], back.get("entropy"), back.get("outside"))
+    outputs = TokenLogProbs(back["log_probs"], back.get("entropy"), back.get("outside"))
     return outputs, (hidden, matrix, targets, temperature, plan, made.get("entropy"), made["log_z"])
 
 
-def _chunked_backward(static: _Static, saved: Any, g: _Outputs) -> tuple[Any, ...]:
+def _chunked_backward(static: _Static, saved: Any, g: TokenLogProbs) -> tuple[Any, ...]:
     hidden, matrix, targets, temperature, plan, entropy, log_z = saved
     g_log_probs = jnp.where(plan.wanted, g.log_probs, 0)
     g_entropy = None if g.entropy is None else jnp.where(plan.wanted, g.entropy, 0)
@@ -282,7 +273,7 @@ def _chunked_backward(static: _Static, saved: Any, g: _Outputs) -> tuple[Any, ..
             return jax.lax.dynamic_slice_in_dim(x, i * width, width, axis=1).reshape(-1, 1)
 
         g_log_prob = _take(g_log_probs, at).reshape(-1, 1)
-        scaled = _project(before, matrix) / temperature
+        scaled = project(before, matrix) / temperature
         log_p = (scaled if support is None else _narrowed(scaled, support)) - here(log_z)
         p = jnp.exp(log_p)
         one_hot = token[:, None] == jnp.arange(log_p.shape[-1])

@@ -41,12 +41,6 @@ class RouterOutput:
     recorded: jax.Array
     agreed: jax.Array
 
-    @property
-    def agreement(self) -> jax.Array:
-        """Share of recorded (token, layer) expert sets that the router would choose too; 1 where none is recorded."""
-        recorded = self.recorded.sum()
-        return jnp.where(recorded > 0, self.agreed.sum() / jnp.maximum(recorded, 1), 1.0)
-
 
 def load_balancing_loss(
     router: RouterOutput, load: jax.Array | None = None, tokens: jax.Array | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -368,18 +367,3 @@ def _gather_routers(routers: list[RouterOutput | None]) -> RouterOutput | None:
     return joined.replace(  # type: ignore[attr-defined]  # flax.struct adds replace at run time
         indices=jnp.moveaxis(joined.indices, 0, 2), logits=jnp.moveaxis(joined.logits, 0, 2), tokens=joined.tokens[0]
     )
-
-
-def flops_per_token(cfg: ModelConfig, context: int) -> int:
-    """Multiply-adds times two of one token's forward pass, head included, attending to ``context`` positions."""
-    D, h = cfg.hidden_size, cfg.head_dim
-    attention = (
-        D * h * (2 * cfg.num_attention_heads + 2 * cfg.num_key_value_heads) + 2 * context * cfg.num_attention_heads * h
-    )
-    moe = len(cfg.moe_layers)
-    expert = D * cfg.num_experts + 3 * D * cfg.moe_intermediate_size * cfg.num_experts_per_tok
-    dense = 3 * D * cfg.intermediate_size
-    total = (
-        cfg.num_hidden_layers * attention + moe * expert + (cfg.num_hidden_layers - moe) * dense + D * cfg.vocab_size
-    )
-    return int(math.prod((2, total)))
