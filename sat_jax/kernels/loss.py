@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from sat_jax import losses
-from sat_jax.kernels.clip_path import Operands, Plan, clip_path
+from sat_jax.kernels.clip_path import Operands, clip_path
 from sat_jax.kernels.order_statistic import order_statistic
 from sat_jax.losses import Loss, LossConfig, LossSummary
 from sat_jax.losses.diagnostics import Reductions
@@ -45,37 +45,22 @@ class KernelLoss(Loss):
         """One pass over the tokens."""
         if not self._takes(prepared):
             return super().policy_rows(prepared, summary, scale)
-        config = self.config
-        summaries = rule_summaries(config, prepared, summary, self.ranker)
-        leaves, structure = jax.tree.flatten(summaries)
-        width = prepared.mask.shape[-1]
-        d, frozen_d, unit = None, None, "token"
+        config, mask = self.config, prepared.mask
+        d, frozen_d = None, None
         if config.unit != "token":
             d, frozen_d = unit_log_ratios(config, prepared.arrays, prepared.sequences)
-            unit = "tile" if d.shape[-1] == width and width > 1 else "row"
-        frozen = unit != "token" and "scored_log_probs" in prepared.raw
-        # As they came: the kernel selects and casts on the chip, so each array is read once and never copied.
-        arrays = dict(prepared.raw)
-        arrays["advantages"] = jnp.broadcast_to(arrays["advantages"], prepared.mask.shape)
-        plan = Plan(
-            config=config,
-            names=tuple(arrays),
-            unit=unit,
-            frozen=frozen,
-            scale="tile" if scale.shape[-1] == width and width > 1 else "row",
-            summaries=structure,
-            interpret=self._interpret(),
-        )
-        rows = prepared.mask.shape[0]
+        summaries = rule_summaries(config, prepared, summary, self.ranker)
         operands = Operands(
-            tokens=tuple(arrays.values()),
-            mask=prepared.mask,
-            d=d,
-            frozen_d=frozen_d if frozen else None,
+            # As they came: the kernel selects and casts on the chip, so each array is read once and never copied.
+            tokens=prepared.raw | {"advantages": jnp.broadcast_to(prepared.raw["advantages"], mask.shape)},
+            mask=mask,
             scale=scale,
-            summaries=tuple(jnp.broadcast_to(leaf, (rows, 1)) for leaf in leaves),
+            d=d,
+            frozen_d=frozen_d if "scored_log_probs" in prepared.raw else None,
+            summaries=jax.tree.map(lambda x: jnp.broadcast_to(x, (len(mask), 1)).astype(jnp.float32), summaries),
         )
-        loss, diagnostics = self._over_rows(lambda operands: clip_path(plan, operands), operands)
+        interpret = self._interpret()
+        loss, diagnostics = self._over_rows(lambda operands: clip_path(config, interpret, operands), operands)
         return loss, diagnostics
 
     def ranker(self, prepared: Prepared, axis_names: tuple[str, ...] = (), shards: int = 1) -> Ranker:
