@@ -16,16 +16,10 @@ from sat_jax.types import Prompt
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """One prompt at its place in the stream.
+    """One prompt at its place in the stream."""
 
-    Attributes:
-        position: 0, 1, 2, ... over the whole run.
-        epoch: how often every prompt was issued before this epoch.
-        prompt: the problem.
-    """
-
-    position: int
-    epoch: int
+    position: int  # 0, 1, 2, ... over the whole run
+    epoch: int  # how often every prompt was issued before this one
     prompt: Prompt
 
     @property

@@ -53,23 +53,14 @@ class PromptOptions(Checked, section="data.prompts"):
 
 @dataclasses.dataclass(frozen=True)
 class PromptReport:
-    """What loading found.
+    """What loading found."""
 
-    Attributes:
-        spec: the source as given.
-        schema: the recognised schema, or the named columns.
-        n_rows: rows read.
-        n_duplicates: rows equal to an earlier one in problem and answer; kept unless told otherwise.
-        n_conflicting: rows whose problem occurred before with another answer.
-        n_too_long: prompts left out for their length.
-    """
-
-    spec: str
-    schema: str
+    spec: str  # the source as given
+    schema: str  # the recognised one, or the named columns
     n_rows: int
-    n_duplicates: int
-    n_conflicting: int
-    n_too_long: int
+    n_duplicates: int  # rows equal to an earlier one in problem and answer; kept unless told otherwise
+    n_conflicting: int  # rows whose problem occurred before with another answer
+    n_too_long: int  # prompts left out for their length
 
     @property
     def n_unique(self) -> int:

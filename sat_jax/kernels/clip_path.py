@@ -32,23 +32,14 @@ Arrays = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The arrays of one call: ``[B, T]``, or ``[B, 1]`` for what the tokens of a row have in common.
+    """The arrays of one call: ``[B, T]``, or ``[B, 1]`` for what the tokens of a row have in common."""
 
-    Attributes:
-        tokens: the token arrays by name, as they came; the kernel selects and casts.
-        mask: bool ``[B, T]``.
-        scale: one token's share of the loss.
-        d: the unit's log-ratio; None for the token unit, which the kernel computes itself.
-        frozen_d: the one that decisions see; None where it is ``d``.
-        summaries: the rules' summaries, ``[B, 1]`` throughout.
-    """
-
-    tokens: Arrays
-    mask: jax.Array
-    scale: jax.Array
-    d: jax.Array | None
-    frozen_d: jax.Array | None
-    summaries: Any
+    tokens: Arrays  # the token arrays by name, as they came; the kernel selects and casts
+    mask: jax.Array  # bool [B, T]
+    scale: jax.Array  # one token's share of the loss
+    d: jax.Array | None  # the unit's log-ratio; None for the token unit, which the kernel computes itself
+    frozen_d: jax.Array | None  # the one that decisions see; None where it is ``d``
+    summaries: Any  # the rules', [B, 1] throughout
 
 
 jax.tree_util.register_dataclass(Operands)

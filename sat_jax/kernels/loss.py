@@ -21,17 +21,14 @@ from sat_jax.losses.tokens import Prepared, Ranker, ranker, rule_summaries, unit
 
 @dataclasses.dataclass(frozen=True)
 class KernelLoss(Loss):
-    """A ``Loss`` whose policy term is one Pallas kernel and whose quantile is a counting kernel.
-
-    Attributes:
-        mesh: where rows are sharded over several devices; the kernels then run under ``shard_map``. None: one device.
-        row_axes: the mesh axes that rows are sharded over.
-        interpret: as for ``pallas_call``; None interprets on a CPU and compiles elsewhere.
-    """
+    """A ``Loss`` whose policy term is one Pallas kernel and whose quantile is a counting kernel."""
 
     mesh: Mesh | None = None
+    """Where rows are sharded over several devices; the kernels then run under ``shard_map``. None: one device."""
     row_axes: tuple[str, ...] = ()
+    """The mesh axes that rows are sharded over."""
     interpret: Any = None
+    """As for ``pallas_call``; None interprets on a CPU and compiles elsewhere."""
 
     def __post_init__(self) -> None:
         whole = [rule.name for rule in self.config.rules if not rule.elementwise()]

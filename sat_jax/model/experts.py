@@ -130,18 +130,13 @@ def _sum_rows(y: jax.Array, rows: jax.Array, weights: jax.Array | None) -> jax.A
 
 
 class _Layout(NamedTuple):
-    """Where each (token, slot) lies once rows are sorted by expert.
+    """Where each (token, slot) lies once rows are sorted by expert."""
 
-    ``slot [M]``: row -> ``n * K + k``, or ``N * K`` for a filler row. ``row [N * K]``: its inverse, or ``M`` for
-    padding. ``sizes [E]``: rows of each expert. ``block_expert [M / block]``: whose rows a block holds. ``used``: how
-    many blocks hold any.
-    """
-
-    slot: jax.Array
-    row: jax.Array
-    sizes: jax.Array
-    block_expert: jax.Array
-    used: jax.Array
+    slot: jax.Array  # [M]: row -> n * K + k, or N * K for a filler row
+    row: jax.Array  # [N * K]: its inverse, or M for padding
+    sizes: jax.Array  # [E]: rows of each expert
+    block_expert: jax.Array  # [M / block]: whose rows a block holds
+    used: jax.Array  # how many blocks hold any
 
 
 def _layout(indices: jax.Array, experts: int, block: int, group: int) -> _Layout:

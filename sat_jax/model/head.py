@@ -24,18 +24,14 @@ HEAD_COLUMNS = "head_columns"
 
 @struct.dataclass
 class TokenLogProbs:
-    """Token-aligned, float32 ``[B, T]``, nats.
-
-    Attributes:
-        log_probs: entry ``t`` is ``log p(tokens[t] | tokens[<t])`` at the temperature asked for; entry 0 is 0.
-        entropy: of the distribution that ``tokens[t]`` was drawn from; entry 0 is 0. None where not asked for.
-        outside: probability of the tokens outside the support, before they are taken out; no gradient. None without a
-            support.
-    """
+    """Token-aligned, float32 ``[B, T]``, nats; entry 0 is 0."""
 
     log_probs: jax.Array
+    """Entry ``t`` is ``log p(tokens[t] | tokens[<t])`` at the temperature asked for."""
     entropy: jax.Array | None
+    """Of the distribution that ``tokens[t]`` was drawn from; None where not asked for."""
     outside: jax.Array | None = None
+    """Probability of the tokens outside the support, before they are taken out; no gradient. None without a support."""
 
 
 def head_matrix(params: Params, cfg: ModelConfig) -> jax.Array:
@@ -69,8 +65,7 @@ def token_log_probs(
     token of a segment gets the log-prob under the segment before it: mask it, as ``Batch.loss_mask`` does.
 
     Args:
-        params: the policy's.
-        cfg: the model.
+        params, cfg: the policy.
         hidden: ``[B, T, D]``, after the final norm.
         tokens: int ``[B, T]``.
         temperature: what the sampler divided its logits by (eq. (1) compares the two policies at the same temperature);
@@ -129,33 +124,26 @@ def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 class _Targets(NamedTuple):
-    """What the log-probs are of: tokens int32 [G, N], and the support int32 [G, N, S] that each was drawn from."""
+    """What the log-probs are of."""
 
-    tokens: jax.Array
-    support: jax.Array | None
+    tokens: jax.Array  # int32 [G, N]
+    support: jax.Array | None  # int32 [G, N, S]; what each was drawn from
 
 
 class _Plan(NamedTuple):
-    """Which position is computed where.
+    """Which position is computed where."""
 
-    Attributes:
-        order: int32 [G, chunks * width]; positions, wanted ones first, in their order.
-        slot: int32 [G, N]; where in ``order`` a wanted position stands.
-        wanted: bool [G, N].
-        total: int32 [G]; wanted positions.
-    """
-
-    order: jax.Array
-    slot: jax.Array
-    wanted: jax.Array
-    total: jax.Array
+    order: jax.Array  # int32 [G, chunks * width]; positions, wanted ones first, in their order
+    slot: jax.Array  # int32 [G, N]; where in ``order`` a wanted position stands
+    wanted: jax.Array  # bool [G, N]
+    total: jax.Array  # int32 [G]; wanted positions
 
 
 class _Static(NamedTuple):
-    """What is known at trace time. ``trips`` is None where it depends on how many positions are wanted."""
+    """What is known at trace time."""
 
     width: int
-    trips: int | None
+    trips: int | None  # None: it depends on how many positions are wanted
     with_entropy: bool
     placement: Placement | None
 
@@ -185,13 +173,12 @@ _take = jax.vmap(lambda x, index: x.at[index].get(mode="promise_in_bounds"))
 
 
 class _Chunk(NamedTuple):
-    """One chunk of all groups, one behind the other: positions ``[G, width]``; ``[G * width, ...]``: hidden states
-    before them (0 where nothing is wanted), tokens and supports."""
+    """One chunk of all groups, one behind the other."""
 
-    at: jax.Array
-    before: jax.Array
-    token: jax.Array
-    support: jax.Array | None
+    at: jax.Array  # [G, width]; positions
+    before: jax.Array  # [G * width, D]; hidden states before them, 0 where nothing is wanted
+    token: jax.Array  # [G * width]
+    support: jax.Array | None  # [G * width, S]
 
 
 def _chunk(i: jax.Array, hidden: jax.Array, targets: _Targets, plan: _Plan, width: int) -> _Chunk:

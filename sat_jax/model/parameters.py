@@ -35,27 +35,16 @@ Initializer = Literal["normal", "ones", "zeros"]
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        path: keys from the root of the parameter tree.
-        shape: of the stacked array.
-        dtype: of the array.
-        axes: logical name of every axis: ``layers expert vocab embed heads kv_heads head_dim mlp expert_mlp``.
-        init: ``normal`` (standard deviation ``initializer_range``), ``ones`` or ``zeros``.
-        hub: hub name with ``{layer}`` and ``{expert}`` where the array is stacked over them.
-        first_layer: layer number of index 0 of a ``layers`` axis.
-        matrix: True: the hub holds the transpose, ``[out, in]``, of what is stored here (heads flattened).
-    """
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
+    path: tuple[str, ...]  # keys from the root of the parameter tree
+    shape: tuple[int, ...]  # of the stacked array
     dtype: np.dtype[Any]
-    axes: tuple[str, ...]
-    init: Initializer
-    hub: str
-    first_layer: int = 0
-    matrix: bool = False
+    axes: tuple[str, ...]  # logical names: layers expert vocab embed heads kv_heads head_dim mlp expert_mlp router
+    init: Initializer  # normal: with the standard deviation ``initializer_range``
+    hub: str  # hub name, with {layer} and {expert} where the array is stacked over them
+    first_layer: int = 0  # layer number of index 0 of a ``layers`` axis
+    matrix: bool = False  # the hub holds the transpose, [out, in], of what is stored here (heads flattened)
 
     @property
     def name(self) -> str:
@@ -145,8 +134,7 @@ def init_params(
 
     Args:
         key: a concrete PRNG key.
-        cfg: the model.
-        dtype: of every array.
+        cfg, dtype: the model, and the type of every array.
         shardings: tree of ``jax.sharding.Sharding`` (``param_shardings``). None: the default device.
     """
     seed = [int(word) for word in np.asarray(jax.random.key_data(key)).ravel()]

@@ -50,15 +50,10 @@ DEFAULT_OPTIONS = ForwardOptions()
 
 @struct.dataclass
 class ForwardOutput:
-    """Result of ``forward``.
+    """Result of ``forward``."""
 
-    Attributes:
-        hidden: ``[B, T, D]`` after the final norm, in the compute dtype.
-        router: what the mixture layers did; None for a dense model.
-    """
-
-    hidden: jax.Array
-    router: RouterOutput | None
+    hidden: jax.Array  # [B, T, D] after the final norm, in the compute dtype
+    router: RouterOutput | None  # what the mixture layers did; None for a dense model
 
 
 def forward(
@@ -74,13 +69,11 @@ def forward(
 
     Args:
         params: as ``init_params`` or ``load_params`` give them.
-        cfg: the model.
         tokens: int32 ``[B, T]``.
         segment_ids: int32 ``[B, T]``; 0 is padding, on any side; other values are the sequences of a packed row. None:
             every token is one sequence's.
         positions: int32 ``[B, T]`` within the segment. None: counted from each segment's first token.
         routed_experts: int32 ``[B, T, L, K]`` to replay, ``NATIVE_ROUTE`` where there is no record; None: no replay.
-        options: how to compute.
 
     Raises:
         ValueError: ``routed_experts`` of another shape, or for a dense model; rows that a mesh does not divide.
@@ -115,13 +108,8 @@ def forward(
 
 @struct.dataclass
 class KVCache:
-    """Keys and values of S slots, each a sequence of up to M positions.
-
-    Attributes:
-        keys: ``[n, S, KV, M, h]`` of n layers: one array per layer run, or one per layer (n = 1), which a decode step
-            reads where it is.
-        values: likewise.
-    """
+    """Keys and values of S slots, each a sequence of up to M positions: ``[n, S, KV, M, h]`` of n layers, one array per
+    layer run, or one per layer (n = 1), which a decode step reads where it is."""
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
@@ -169,17 +157,11 @@ def cache_bytes(cfg: ModelConfig, n_slots: int, max_len: int, dtype: DTypeLike) 
 
 @struct.dataclass
 class ExtendOutput:
-    """Result of ``extend``.
+    """Result of ``extend``; meaningless at invalid entries."""
 
-    Attributes:
-        hidden: ``[R, C, D]`` after the final norm; meaningless at invalid entries.
-        cache: with the new keys and values.
-        routed_experts: int32 ``[R, C, L, K]``, or None for a dense model; meaningless at invalid entries.
-    """
-
-    hidden: jax.Array
-    cache: KVCache
-    routed_experts: jax.Array | None
+    hidden: jax.Array  # [R, C, D] after the final norm
+    cache: KVCache  # with the new keys and values
+    routed_experts: jax.Array | None  # int32 [R, C, L, K]; None for a dense model
 
 
 def extend(
@@ -201,14 +183,12 @@ def extend(
 
     Args:
         params: the policy's, as they are or from ``split_layers``.
-        cfg: the model.
         cache: of S slots.
         tokens: int32 ``[R, C]``.
         start: int32 ``[R]``.
         n_valid: int32 ``[R]``, 0 .. C; ``start + n_valid <= M`` is the caller's to keep.
         slots: int32 ``[R]``, the distinct slots that the rows belong to (rows with ``n_valid`` 0 may repeat one). None:
             row ``r`` is slot ``r``, and R = S.
-        options: how to compute.
         selection_noise: float32 ``[R, C, L, E]`` added to the router logits that choose experts, see ``moe_mlp``.
     """
     C, M = tokens.shape[1], cache.max_len

@@ -24,37 +24,27 @@ FAILED_VERDICTS = frozenset({"timeout", "crashed", "error"})
 
 @dataclasses.dataclass(frozen=True)
 class GradeJob:
-    """One response to be graded.
+    """One response to be graded."""
 
-    Attributes:
-        prompt: the rendered prompt.
-        response: the decoded response, special tokens removed.
-        answer: the reference answer.
-        source: name of the data source.
-        metadata: what else the source said about the problem; has to survive pickling.
-    """
-
-    prompt: str
-    response: str
-    answer: str
-    source: str = ""
+    prompt: str  # rendered
+    response: str  # decoded, special tokens removed
+    answer: str  # the reference
+    source: str = ""  # name of the data source
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What else the source said about the problem; has to survive pickling."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Grade:
-    """What a response is worth.
-
-    Attributes:
-        reward: finite; 0 where ``failed``.
-        verdict: the reward function's own word (``correct``, ``wrong``, ``unparsed``; ``graded`` where it has none), or
-            ``timeout``, ``crashed`` or ``error`` where there is no grade to be had.
-        info: whatever else the reward function returned; ``error`` says why a grading failed.
-    """
+    """What a response is worth."""
 
     reward: float
+    """Finite; 0 where ``failed``."""
     verdict: str
+    """The reward function's own word (``correct``, ``wrong``, ``unparsed``; ``graded`` where it has none), or
+    ``timeout``, ``crashed`` or ``error`` where there is no grade to be had."""
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Whatever else the reward function returned; ``error`` says why a grading failed."""
 
     @property
     def failed(self) -> bool:

@@ -25,8 +25,7 @@ MASS_ROUNDING = 1e-6
 
 @struct.dataclass
 class RowParams:
-    """``SamplingParams`` of every slot: float32 ``temperature, top_p, min_p`` [S], int32 ``top_k`` [S], uint32 ``seed``
-    [S]."""
+    """``SamplingParams`` of every slot, [S]: float32, but ``top_k`` int32 and ``seed`` uint32."""
 
     temperature: jax.Array
     top_p: jax.Array
@@ -49,11 +48,7 @@ class RowParams:
 def support_logits(logits: jax.Array, rows: RowParams) -> jax.Array:
     """Logits of the sampled distribution: divided by the temperature, ``-inf`` outside the support.
 
-    Greedy rows (temperature 0) come back unchanged.
-
-    Args:
-        logits: float32 [S, V].
-        rows: settings [S].
+    ``logits`` are float32 [S, V]; greedy rows (temperature 0) come back unchanged.
     """
     greedy = rows.temperature <= 0
     scaled = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None]
@@ -76,7 +71,7 @@ def least_likely_kept(likely: jax.Array, rows: RowParams) -> jax.Array:
 
     Args:
         likely: scaled logits [S, N], descending: of the whole vocabulary, or of its most likely tokens.
-        rows: settings [S].
+        rows: settings.
     """
     kth = jnp.take_along_axis(likely, jnp.clip(rows.top_k - 1, 0, likely.shape[1] - 1)[:, None], axis=-1)
     kept = (likely >= kth) | (rows.top_k == 0)[:, None]
