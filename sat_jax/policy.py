@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from sat_jax import hub, model
+from sat_jax.data.records import Routes, check_routes
 from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.rollout.engine import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
-from sat_jax.types import FinishReason, Prompt, Trajectory
+from sat_jax.types import NATIVE_ROUTE, FinishReason, Prompt, Trajectory
 
 _LENGTH_STEP = 64  # contexts are rounded up to a multiple of this, so that a few prompts more compile nothing new
 
@@ -103,11 +105,12 @@ class Policy:
             n_slots: responses decoded side by side.
 
         Raises:
-            ValueError: no or empty prompts, texts without a tokenizer, a context longer than the model's.
+            ValueError: no or empty prompts, an id outside the vocabulary, texts without a tokenizer, a context longer
+                than the model's.
         """
-        if not prompts or isinstance(prompts, str):
+        if isinstance(prompts, str) or not len(prompts):
             raise ValueError(f"prompts = {prompts!r}: give a list with at least one prompt")
-        rows = [np.asarray(self._encode(p), np.int32) for p in prompts]
+        rows = [self._encode(prompt, i) for i, prompt in enumerate(prompts)]
         longest = max(len(row) for row in rows) + max_new_tokens
         limit = self.config.max_position_embeddings
         if longest > limit:
@@ -126,16 +129,10 @@ class Policy:
         done: dict[int, Trajectory] = {t.sample_index: t for t in engine.generate(requests)}
         engine.close()
         ordered = [done[i] for i in range(len(rows))]
-        routes = [t.routed_experts for t in ordered if t.routed_experts is not None]
         return Generation(
             token_ids=[t.response_ids.tolist() for t in ordered],
             log_probs=[t.log_probs for t in ordered],
-            routed_experts=[
-                model.validate_routes(r, self.config, len(t.prompt_ids) + len(t.response_ids), f"response {i}")
-                for i, (r, t) in enumerate(zip(routes, ordered, strict=True))
-            ]
-            if self.config.moe_layers
-            else None,
+            routed_experts=_routes(ordered, self.config) if self.config.moe_layers else None,
             texts=[t.text for t in ordered],
             finish_reasons=[t.finish_reason for t in ordered],
         )
@@ -144,20 +141,28 @@ class Policy:
         """Writes a Hugging Face folder that loads back to the same bits; errors as for ``hub.save_hf``."""
         return hub.save_hf(hf_dir, self.config, self.params, source=self.source)
 
-    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
-            raise ValueError(f"{self.source} has no tokenizer.json: give prompts as lists of token ids")
-        return self.tokenizer.encode(prompt)
+    def _encode(self, prompt: Any, number: int) -> np.ndarray:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"{self.source} has no tokenizer.json: give prompts as lists of token ids")
+            return np.array(self.tokenizer.encode(prompt), np.int32)
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            wrap = "; one prompt alone is wrapped: [[1, 2, 3]]" if ids.ndim == 0 else ""
+            raise ValueError(f"prompt {number} = {prompt!r:.60}: give prompts as texts or as lists of ids{wrap}")
+        self.config.check_ids(ids, f"prompt {number}")
+        return ids.astype(np.int32)
 
     def _checked(self, tokens: ArrayLike, attention_mask: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
-        ids = np.asarray(tokens)
+        try:
+            ids = np.asarray(tokens)
+        except ValueError as error:
+            raise ValueError("tokens are rows of several lengths: pad them, and give an attention_mask") from error
         if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"tokens are {ids.dtype}{list(ids.shape)}: give integers [B, T]")
-        if ids.size and not (ids.min() >= 0 and ids.max() < self.config.vocab_size):
-            bad = ids[(ids < 0) | (ids >= self.config.vocab_size)][0]
-            raise ValueError(f"token id {bad} lies outside the model's vocabulary of {self.config.vocab_size}")
+            wrap = "; wrap a single row: [[1, 2, 3]]" if ids.ndim == 1 else ""
+            raise ValueError(f"tokens are {ids.dtype}{list(ids.shape)}: give integers [B, T]{wrap}")
+        for number, row in enumerate(ids):
+            self.config.check_ids(row, f"row {number}")
         if ids.shape[1] > self.config.max_position_embeddings:
             limit = self.config.max_position_embeddings
             raise ValueError(f"rows of {ids.shape[1]} tokens exceed the model's context of {limit}: shorten them")
@@ -189,6 +194,13 @@ def load_policy(hf_dir: str | Path, dtype: str = "float32", shardings: model.Par
     if tokenizer is not None:
         tokenizer.check_vocabulary(config.vocab_size)
     return Policy(config, hub.load_params(folder, config, dtype, shardings), tokenizer, folder)
+
+
+def _routes(trajectories: Sequence[Trajectory], cfg: model.ModelConfig) -> list[np.ndarray]:
+    """int32 ``[P + R, L, K]`` each: the last token was not fed to the model."""
+    routes = Routes(len(cfg.moe_layers), cfg.num_experts_per_tok, cfg.num_experts, cfg.moe_layers)
+    found = check_routes(trajectories, routes)
+    return [np.pad(r.astype(np.int32), ((0, 1), (0, 0), (0, 0)), constant_values=NATIVE_ROUTE) for r in found]
 
 
 @functools.partial(jax.jit, static_argnums=1)

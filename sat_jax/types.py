@@ -32,6 +32,11 @@ NATIVE_ROUTE = -1
 NO_TOKEN = -1
 """In ``support``: no token here. A position with nothing else was drawn from the whole vocabulary."""
 
+MIN_TEMPERATURE = 1e-4
+"""The lowest temperature above 0 (greedy decoding): logits are float32 and are divided by it. With logits of up to ten
+thousand, log-probs and their gradients are finite from here on. Below, the rounding of the quotient (a fused
+multiply-add in one place, not in another) is large enough for its exponential to overflow."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:

@@ -7,58 +7,29 @@ response's numbers are laid down where its tokens are.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from sat_jax.data.records import Routes, Support, check_routes, check_support, sample_name
 from sat_jax.types import NATIVE_ROUTE, NO_TOKEN, Batch, Group, Trajectory
 
 _ROUNDING = 1e-4
 """How far above 0 an engine's rounding may put a log-prob."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Routes:
-    """What recorded experts must look like for this model.
-
-    Attributes:
-        n_layers: mixture-of-experts layers L (dense layers are not counted and not on the wire).
-        top_k: experts per token K.
-        n_experts: experts per layer E.
-    """
-
-    n_layers: int
-    top_k: int
-    n_experts: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Support:
-    """What recorded supports must look like.
-
-    Attributes:
-        size: most tokens S of one.
-        vocab_size: V.
-    """
-
-    size: int
-    vocab_size: int
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Row:
     """One sequence, ready to be laid down: arrays over its own tokens only."""
 
-    name: str
     tokens: np.ndarray
     n_prompt: int
     log_probs: np.ndarray
     advantage: float
     versions: np.ndarray
-    routes: np.ndarray | None
-    support: np.ndarray | None
+    support: np.ndarray | None = None
+    routes: np.ndarray | None = None
 
 
 _Place = tuple[int, int, int]
@@ -113,7 +84,11 @@ def make_batch(
                 f"{len(group.trajectories)} trajectories: compute one advantage per trajectory before batching"
             )
         for trajectory, advantage in zip(group.trajectories, group.advantages, strict=True):
-            prepared.append(_prepare(trajectory, float(advantage), routes, support))
+            prepared.append(_prepare(trajectory, float(advantage), support))
+    if routes is not None:
+        recorded = check_routes([t for group in groups for t in group.trajectories], routes)
+        for row, found in zip(prepared, recorded, strict=True):
+            row.routes = found
     return _assemble(prepared, widths, rows, rows_multiple, routes, support, packing, pad_id)
 
 
@@ -148,12 +123,12 @@ def make_sft_batch(
             )
         zeros = np.zeros(len(target), np.float32)
         tokens = np.concatenate([prompt, target])
-        prepared.append(_Row(f"example {i}", tokens, len(prompt), zeros, 1.0, zeros.astype(np.int32), None, None))
+        prepared.append(_Row(tokens, len(prompt), zeros, 1.0, zeros.astype(np.int32)))
     return _assemble(prepared, widths, rows, rows_multiple, None, None, packing, pad_id)
 
 
-def _prepare(t: Trajectory, advantage: float, routes: Routes | None, support: Support | None) -> _Row:
-    name = f"sample {t.sample_index} of prompt {t.prompt_id}"
+def _prepare(t: Trajectory, advantage: float, support: Support | None) -> _Row:
+    name = sample_name(t)
     n_prompt, n = len(t.prompt_ids), len(t.response_ids)
     if n_prompt == 0 or n == 0:
         raise ValueError(
@@ -172,113 +147,14 @@ def _prepare(t: Trajectory, advantage: float, routes: Routes | None, support: Su
         )
     if not np.isfinite(advantage):
         raise ValueError(f"{name} has advantage {advantage}: it must be finite; was its group graded?")
-    recorded = None if routes is None else _recorded_routes(t, name, routes)
     if support is None and t.support is not None:
         raise ValueError(
             f"{name} was drawn from recorded supports, which this learner does not replay: its ratios would be off by "
             "the mass outside them; replay them, or sample with top_p 1, top_k 0, min_p 0"
         )
-    drawn_from = None if support is None else check_support(t, name, support)
+    drawn_from = None if support is None else check_support(t, support)
     tokens = np.concatenate([t.prompt_ids, t.response_ids])
-    return _Row(name, tokens, n_prompt, t.log_probs, advantage, t.policy_versions, recorded, drawn_from)
-
-
-def _recorded_routes(t: Trajectory, name: str, routes: Routes) -> np.ndarray:
-    """int [P + R - 1, L, K]: the experts recorded for every token that was an input.
-
-    The last sampled token never was one: its row may be missing, and is dropped where an engine puts something there.
-    """
-    n = len(t.prompt_ids) + len(t.response_ids)
-    if t.routed_experts is None:
-        raise ValueError(
-            f"{name} comes without routed experts: routing replay needs an engine that reports them; switch the replay "
-            "off or the report on"
-        )
-    recorded = np.asarray(t.routed_experts)
-    if recorded.ndim != 3 or recorded.shape[1:] != (routes.n_layers, routes.top_k) or len(recorded) not in (n - 1, n):
-        raise ValueError(
-            f"{name} has routed experts of shape {list(recorded.shape)}: [{n - 1} or {n}, {routes.n_layers}, "
-            f"{routes.top_k}] = (input tokens, mixture-of-experts layers, top-k) is needed"
-        )
-    recorded = recorded[: n - 1]
-    if (silent := (recorded[..., 0] == NATIVE_ROUTE).all(0)).any():
-        raise ValueError(
-            f"{name} has no recorded expert in layer {int(np.argmax(silent))}: this engine does not report that layer "
-            "(a fused kernel?); switch routing replay off, or that kernel"
-        )
-    return recorded
-
-
-def check_support(t: Trajectory, name: str, support: Support) -> np.ndarray:
-    """``t.support``, int [R, S'] with S' at most ``support.size``, once every row is a set of tokens that the sampled
-    one belongs to. ``name`` is the sample's, for the errors.
-
-    Raises:
-        ValueError: no record at all; another number of rows, more columns; an id outside the vocabulary, a token
-            twice, a row without the sampled token.
-    """
-    n = len(t.response_ids)
-    if t.support is None:
-        raise ValueError(
-            f"{name} comes without the supports that its tokens were drawn from: sampling truncates, and replaying "
-            "that needs an engine that reports them; sample with top_p 1, top_k 0, min_p 0 otherwise"
-        )
-    recorded = np.asarray(t.support)
-    if recorded.ndim != 2 or not np.issubdtype(recorded.dtype, np.integer) or len(recorded) != n:
-        raise ValueError(
-            f"{name} has {n} response tokens but supports {recorded.dtype}{list(recorded.shape)}: integers "
-            f"[{n}, at most {support.size}] are needed, one row a sampled token"
-        )
-    if recorded.shape[1] > support.size and (recorded[:, support.size :] != NO_TOKEN).any():
-        raise ValueError(
-            f"{name} has supports of {recorded.shape[1]} tokens, more than sampling.top_k = {support.size}: it was "
-            "sampled with other settings"
-        )
-    recorded = recorded[:, : support.size]
-    ordered = np.sort(recorded, axis=1)
-    problems = {
-        f"names an id outside 0..{support.vocab_size - 1}": (ordered[:, :1] < NO_TOKEN)
-        | (ordered[:, -1:] >= support.vocab_size),
-        "names a token twice": (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_TOKEN),
-        "lacks the sampled token": ~(recorded == t.response_ids[:, None]).any(1, keepdims=True),
-    }
-    for problem, where in problems.items():
-        if where.any():
-            i = int(np.argmax(where.any(1)))
-            kept = recorded[i][recorded[i] != NO_TOKEN].tolist()
-            raise ValueError(
-                f"{name}, response token {i} (id {t.response_ids[i]}): its support {kept} {problem}; the engine's "
-                "record belongs to another token or model; never replay it"
-            )
-    return recorded
-
-
-def _check_expert_sets(experts: np.ndarray, prepared: Sequence[_Row], places: Sequence[_Place], routes: Routes) -> None:
-    """Every recorded set is complete, in range and without a double: one look at the whole batch."""
-    columns = np.ascontiguousarray(np.moveaxis(experts, -1, 0))  # numpy is slow along an axis as short as top-k
-    known = columns != NATIVE_ROUTE
-    complete = known.all(0)
-    twice = np.zeros(complete.shape, bool)
-    for i, j in itertools.combinations(range(len(columns)), 2):
-        twice |= columns[i] == columns[j]
-    problems = {
-        "is partly filled": known.any(0) & ~complete,
-        f"is outside 0..{routes.n_experts - 1}": (known & ((columns < 0) | (columns >= routes.n_experts))).any(0),
-        "names an expert twice": complete & twice,
-    }
-    for problem, where in problems.items():
-        if where.any():
-            b, position, layer = np.argwhere(where)[0]
-            i, start = next(
-                (i, start)
-                for i, (row, start, _) in enumerate(places)
-                if row == b and start <= position < start + len(prepared[i].tokens)
-            )
-            raise ValueError(
-                f"{prepared[i].name}, token {position - start}, layer {layer}: expert set "
-                f"{experts[b, position, layer].tolist()} {problem}; it comes from a prefix cache or another model; "
-                "never replay it"
-            )
+    return _Row(tokens, n_prompt, t.log_probs, advantage, t.policy_versions, drawn_from)
 
 
 def _assemble(
@@ -331,12 +207,10 @@ def _assemble(
         arrays["behavior_log_probs"][b, response] = row.log_probs
         arrays["advantages"][b, response] = row.advantage
         arrays["policy_versions"][b, response] = row.versions
-        if routes is not None:
+        if row.routes is not None:
             arrays["routed_experts"][b, start : whole.stop - 1] = row.routes
         if row.support is not None:
             arrays["support"][b, response, : row.support.shape[1]] = row.support
-    if routes is not None:
-        _check_expert_sets(arrays["routed_experts"], prepared, places, routes)
     return Batch(**arrays)
 
 

@@ -16,16 +16,10 @@ from sat_jax.types import Prompt
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """One prompt at its place in the stream.
+    """One prompt at its place in the stream."""
 
-    Attributes:
-        position: 0, 1, 2, ... over the whole run.
-        epoch: how often every prompt was issued before this epoch.
-        prompt: the problem.
-    """
-
-    position: int
-    epoch: int
+    position: int  # 0, 1, 2, ... over the whole run
+    epoch: int  # how often every prompt was issued before this one
     prompt: Prompt
 
     @property
@@ -69,16 +63,6 @@ class PromptStream(Iterator[Ticket]):
         ticket = self.at(self._next)
         self._next += 1
         return ticket
-
-    @property
-    def position(self) -> int:
-        """The position of the next ticket: how many were issued."""
-        return self._next
-
-    @property
-    def epoch_size(self) -> int:
-        """Prompts in an epoch."""
-        return len(self._prompts)
 
     def get_state(self) -> dict[str, Any]:
         """JSON-able state, from which ``set_state`` continues with the very next prompt."""

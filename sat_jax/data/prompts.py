@@ -17,61 +17,50 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
+from sat_jax.checked import Checked, Count
 from sat_jax.data.sources import read_rows
 from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptOptions:
-    """How rows become prompts.
-
-    Attributes:
-        prompt_key: column of the problem, a string or chat messages; dots reach into objects. None: recognised.
-        answer_key: column of the reference answer. None: recognised.
-        source_key: column of the data source's name; where it is absent the file's own name is used.
-        id_key: column of a unique identity. None: a hash of the problem and its answer.
-        system_prompt: put before the conversation where it has no system message of its own.
-        suffix: appended to the last user message, e.g. how to write the final answer.
-        chat: use the tokenizer's chat template: where it has one, always, or never.
-        enable_thinking: handed to the template; None leaves the template's own default.
-        max_prompt_len: longest prompt in tokens, or None.
-        over_long: what to do with longer ones: stop with an error, or leave them out and count them.
-        drop_duplicates: keep only the first of exactly equal rows.
-    """
+class PromptOptions(Checked, section="data.prompts"):
+    """How rows become prompts."""
 
     prompt_key: str | None = None
+    """Column of the problem, a string or chat messages; dots reach into objects. None: recognised."""
     answer_key: str | None = None
+    """Column of the reference answer. None: recognised."""
     source_key: str = "data_source"
+    """Column of the data source's name; where it is absent the file's own name is used."""
     id_key: str | None = None
+    """Column of a unique identity. None: a hash of the problem and its answer."""
     system_prompt: str | None = None
+    """Put before the conversation where it has no system message of its own."""
     suffix: str = ""
+    """Appended to the last user message, e.g. how to write the final answer."""
     chat: Literal["auto", "always", "never"] = "auto"
+    """Use the tokenizer's chat template: where it has one, always, or never."""
     enable_thinking: bool | None = None
-    max_prompt_len: int | None = None
+    """Handed to the template; None leaves the template's own default."""
+    max_prompt_len: Count | None = None
+    """Longest prompt in tokens, or None."""
     over_long: Literal["error", "filter"] = "error"
+    """What to do with longer ones: stop with an error, or leave them out and count them."""
     drop_duplicates: bool = False
+    """Keep only the first of exactly equal rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptReport:
-    """What loading found.
+    """What loading found."""
 
-    Attributes:
-        spec: the source as given.
-        schema: the recognised schema, or the named columns.
-        n_rows: rows read.
-        n_duplicates: rows equal to an earlier one in problem and answer; kept unless told otherwise.
-        n_conflicting: rows whose problem occurred before with another answer.
-        n_too_long: prompts left out for their length.
-    """
-
-    spec: str
-    schema: str
+    spec: str  # the source as given
+    schema: str  # the recognised one, or the named columns
     n_rows: int
-    n_duplicates: int
-    n_conflicting: int
-    n_too_long: int
+    n_duplicates: int  # rows equal to an earlier one in problem and answer; kept unless told otherwise
+    n_conflicting: int  # rows whose problem occurred before with another answer
+    n_too_long: int  # prompts left out for their length
 
     @property
     def n_unique(self) -> int:

@@ -119,7 +119,7 @@ def _gym_rows(name: str, parameters: dict[str, int]) -> Iterator[Row]:
 
 def _toy_rows(name: str, parameters: dict[str, int], spec: str) -> Iterator[Row]:
     match = re.fullmatch(r"sort([1-6])/(train|test)", name)
-    if match is None or parameters.keys() - {"size", "seed"}:
+    if match is None or parameters.keys() - {"size", "seed"} or min(parameters.values(), default=0) < 0:
         raise ValueError(
             f"{spec} is no toy task: write toy:sort6/train or toy:sort6/test, with ?size=N&seed=N if wanted"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class Tokenizer:
         eos_ids: Sequence[int] = (),
         pad_id: int | None = None,
         special_tokens: Mapping[str, str] | None = None,
-        template: Callable[[bool], str | None] | str | None = None,
+        template: str | None = None,
         name: str = "tokenizer",
     ) -> None:
         backend.no_padding()
@@ -42,8 +42,7 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.bos_id = self._special_id("bos_token")
         self.pad_id = next((i for i in (pad_id, self._special_id("pad_token"), *self.eos_ids) if i is not None), 0)
-        self._template: Callable[[bool], str | None]
-        self._template = template if callable(template) else lambda with_tools: template
+        self._template = template
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -146,39 +145,19 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """True where ``render_chat`` has a template to work with."""
-        return self._template(False) is not None
+        return self._template is not None
 
-    def render_chat(
-        self,
-        messages: chat.Messages,
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> str:
-        """The text of ``messages`` under the folder's chat template.
+    def render_chat(self, messages: chat.Messages, **variables: Any) -> str:
+        """The text of ``messages`` under the folder's chat template; see ``chat.render``.
 
         ``encode`` it without special tokens: whether a prompt starts with BOS is the template's decision.
-
-        Args:
-            messages: ``{"role": ..., "content": ...}`` objects, oldest first.
-            add_generation_prompt: end with the opening of the assistant's turn.
-            tools: JSON schemas of callable functions.
-            **variables: e.g. ``enable_thinking=False``.
 
         Raises:
             ValueError: there is no template, or it refuses these messages.
         """
-        template = self._template(bool(tools))
-        if template is None:
+        if self._template is None:
             raise ValueError(f"{self.name} has no chat template: add chat_template.jinja to it, or use plain prompts")
-        return chat.render(
-            template,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            **(self.special_tokens | variables),
-        )
+        return chat.render(self._template, messages, **(self.special_tokens | variables))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

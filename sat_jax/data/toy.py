@@ -16,14 +16,13 @@ import hashlib
 import itertools
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from sat_jax.data.tokenizer import Tokenizer
-from sat_jax.types import Prompt
+from sat_jax.checked import Checked, Range
 
 Split = Literal["train", "test"]
 
@@ -34,46 +33,20 @@ SYMBOLS = (PAD, EOS, "<bos>", "<unk>", "=", " ", *"0123456789")
 _FIRST_DIGIT, _EQUALS = SYMBOLS.index("0"), SYMBOLS.index("=")
 
 
+HELD_OUT, ASCENDING, DESCENDING = 0.1, 0.35, 0.35
+"""Share of the multisets of digits that only the test split has; of demonstrations with the right answer; of those in
+descending order, the rest being copies of the problem."""
+
+
 @dataclasses.dataclass(frozen=True)
-class SortTask:
-    """Sort ``n_digits`` digits.
+class SortTask(Checked):
+    """Sort ``n_digits`` digits."""
 
-    Attributes:
-        n_digits: digits in a problem, 1 to 6: every problem is enumerated.
-        held_out: share of the multisets of digits that only the test split has.
-        ascending: share of demonstrations with the right answer.
-        descending: share of demonstrations in descending order; the rest are copies of the problem.
-    """
-
-    n_digits: int = 6
-    held_out: float = 0.1
-    ascending: float = 0.35
-    descending: float = 0.35
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.n_digits <= 6:
-            raise ValueError(f"n_digits = {self.n_digits}: the toy task sorts 1 to 6 digits; choose one of these")
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out = {self.held_out}: must lie between 0 and 1, so that both splits have problems")
-        if min(self.ascending, self.descending) < 0 or self.ascending + self.descending > 1:
-            raise ValueError(
-                f"ascending = {self.ascending} and descending = {self.descending}: shares are at least 0 and add up to "
-                "at most 1; the rest are copies"
-            )
+    n_digits: Annotated[int, Range(1, 6, why="every problem is enumerated")] = 6
 
     def is_held_out(self, digits: np.ndarray) -> np.ndarray:
         """bool [N]: which rows of ``digits`` (int [N, n_digits]) belong to the test split; permutations agree."""
-        powers = 10 ** np.arange(self.n_digits)[::-1]
-        return _held_out_table(self.n_digits, self.held_out)[np.sort(digits, axis=-1) @ powers]
-
-    def sample(self, rng: np.random.Generator, n: int, split: Split = "train") -> np.ndarray:
-        """int [n, n_digits]: independent problems of one split, repetitions possible."""
-        wanted, rows, have = split == "test", [], 0
-        while have < n:
-            digits = rng.integers(0, 10, (2 * n + 64, self.n_digits))
-            rows.append(digits[self.is_held_out(digits) == wanted])
-            have += len(rows[-1])
-        return np.concatenate(rows)[:n]
+        return _held_out_table(self.n_digits)[np.sort(digits, axis=-1) @ self._powers]
 
     def problems(self, split: Split, n: int, seed: int = 0) -> list[str]:
         """``n`` different problems of one split, as digits, the same for the same seed.
@@ -81,8 +54,7 @@ class SortTask:
         Raises:
             ValueError: the split has fewer than ``n`` problems.
         """
-        powers = 10 ** np.arange(self.n_digits)[::-1]
-        everything = np.arange(10**self.n_digits)[:, None] // powers % 10
+        everything = np.arange(10**self.n_digits)[:, None] // self._powers % 10
         available = np.flatnonzero(self.is_held_out(everything) == (split == "test"))
         if n > len(available):
             raise ValueError(
@@ -95,41 +67,39 @@ class SortTask:
         """The right answer to a problem."""
         return "".join(sorted(problem))
 
-    def prompts(self, tokenizer: Tokenizer, split: Split, n: int, seed: int = 0) -> list[Prompt]:
-        """``problems`` as prompts; ``prompt_id`` is the problem itself."""
-        problems = self.problems(split, n, seed)
-        texts = [problem + "=" for problem in problems]
-        return [
-            Prompt(problem, text, np.array(ids, np.int32), self.answer(problem), f"sort{self.n_digits}")
-            for problem, text, ids in zip(problems, texts, tokenizer.encode_batch(texts), strict=True)
-        ]
-
     def demonstrations(self, rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """``n`` examples for the warm start, all from training problems.
+        """``n`` examples for the warm start, all from training problems, repetitions possible.
 
         Returns:
             ``prompt_ids`` int32 [n, n_digits + 1], which end in ``=``; ``target_ids`` int32 [n, n_digits + 1], which
             end in the end-of-sequence token.
         """
-        digits = self.sample(rng, n, "train")
+        rows, have = [], 0
+        while have < n:
+            drawn = rng.integers(0, 10, (2 * n + 64, self.n_digits))
+            rows.append(drawn[~self.is_held_out(drawn)])
+            have += len(rows[-1])
+        digits = np.concatenate(rows)[:n]
         up = np.sort(digits, axis=-1)
         kind = rng.random(n)[:, None]
-        shown = np.where(
-            kind < self.ascending, up, np.where(kind < self.ascending + self.descending, up[:, ::-1], digits)
-        )
+        shown = np.where(kind < ASCENDING, up, np.where(kind < ASCENDING + DESCENDING, up[:, ::-1], digits))
         prompt_ids = np.concatenate([digits + _FIRST_DIGIT, np.full((n, 1), _EQUALS)], axis=1)
         target_ids = np.concatenate([shown + _FIRST_DIGIT, np.full((n, 1), SYMBOLS.index(EOS))], axis=1)
         return prompt_ids.astype(np.int32), target_ids.astype(np.int32)
 
+    @property
+    def _powers(self) -> np.ndarray:
+        return 10 ** np.arange(self.n_digits)[::-1]
+
 
 @functools.lru_cache(maxsize=8)
-def _held_out_table(n_digits: int, share: float) -> np.ndarray:
+def _held_out_table(n_digits: int) -> np.ndarray:
     """bool [10 ** n_digits], indexed by the sorted digits read as a number."""
     table = np.zeros(10**n_digits, bool)
     for multiset in itertools.combinations_with_replacement("0123456789", n_digits):
         text = "".join(multiset)
         digest = hashlib.sha256(f"sort:{text}".encode()).digest()
-        table[int(text)] = int.from_bytes(digest[:8], "big") < share * 2**64
+        table[int(text)] = int.from_bytes(digest[:8], "big") < HELD_OUT * 2**64
     table.flags.writeable = False
     return table
 

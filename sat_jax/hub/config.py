@@ -17,27 +17,35 @@ ARCHITECTURES: Mapping[str, ModelType] = {
     "LlamaForCausalLM": "llama",
     "MixtralForCausalLM": "mixtral",
 }
-# Keys that never change what the model computes.
+# Keys that never change what the model computes, or have been looked at by then. (How strongly training balances the
+# router is `learner.*` here.)
 _NEUTRAL = frozenset(
     (
+        "router_aux_loss_coef",
         *("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "tokenizer_class"),
         *("use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "return_dict"),
         *("_attn_implementation", "_attn_implementation_autoset", "torchscript", "pretraining_tp", "max_window_layers"),
-        *("is_llama_config", "transformers.js_config"),
+        *(
+            "is_llama_config",
+            "transformers.js_config",
+            "is_decoder",
+            "rope_parameters",
+            "layer_types",
+            "sliding_window",
+        ),
     )
 )
 # Keys that are fine at one value only: the value for which the maths is the one implemented here.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "attention_dropout": (0, 0.0, None),
+    "attention_dropout": (0,),
     "rope_scaling": (None,),
-    "use_sliding_window": (False, None),
-    "rope_interleaved": (False, None),
-    "partial_rotary_factor": (1, 1.0, None),
-    "shared_expert_intermediate_size": (0, None),
-    "logit_scale": (1, 1.0, None),
-    "is_decoder": (True, False, None),
-    "router_jitter_noise": (0, 0.0, None),
+    "use_sliding_window": (False,),
+    "rope_interleaved": (False,),
+    "partial_rotary_factor": (1,),
+    "shared_expert_intermediate_size": (0,),
+    "logit_scale": (1,),
+    "router_jitter_noise": (0,),
 }
 _RENAMED = {"num_local_experts": "num_experts"}
 _RENAMED_MIXTRAL = {**_RENAMED, "intermediate_size": "moe_intermediate_size"}
@@ -64,43 +72,52 @@ def read_config(hf_dir: str | Path) -> ModelConfig:
         raise FileNotFoundError(
             f"{folder} is not a folder: give a Hugging Face model folder (config.json, *.safetensors, ...)"
         )
-    cfg = config_from_hf(read_json(folder / "config.json"), where=str(folder / "config.json"))
-    generation = folder / "generation_config.json"
+    raw, generation = read_json(folder / "config.json"), folder / "generation_config.json"
     if generation.is_file():
         extra = _token_ids(read_json(generation).get("eos_token_id"))
-        cfg = dataclasses.replace(cfg, eos_token_id=tuple(dict.fromkeys(cfg.eos_token_id + extra)))
-    return cfg
+        raw["eos_token_id"] = [*_token_ids(raw.get("eos_token_id")), *extra]
+    return config_from_hf(raw, where=str(folder / "config.json"))
 
 
 def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """``ModelConfig`` of a parsed ``config.json``; ``where`` names it in errors, which are those of ``read_config``."""
-    known = {**_architecture(raw, where)}
-    model_type = known["model_type"]
+    model_type = _model_type(raw, where)
+    qwen = model_type in ("qwen3", "qwen3_moe")
     renamed = _RENAMED_MIXTRAL if model_type == "mixtral" else _RENAMED
+    known: dict[str, Any] = {"model_type": model_type}
+    said_by: dict[str, str] = {}
+
+    def learn(name: str, value: Any, key: str) -> None:
+        """``key`` of the file says that ``name`` is ``value``; another key must not have said otherwise."""
+        if value is None or (value == -1 and name in ("bos_token_id", "pad_token_id")):
+            return
+        if known.setdefault(name, value) != value:
+            raise ValueError(
+                f"{where}: {said_by[name]} = {known[name]!r}, but {key} = {value!r}: remove the one that the "
+                "checkpoint was not trained with"
+            )
+        said_by[name] = key
+
     for key, value in raw.items():
         name = renamed.get(key, key)
-        if name in _NEUTRAL or name == "model_type":
-            continue
+        if value is not None and (reason := _objection(name, value, raw, qwen)):
+            raise ValueError(f"{where}: {reason}; use another checkpoint")
         if name == "eos_token_id":
-            known[name] = _token_ids(value)
-        elif name in ("rope_parameters", "layer_types", "sliding_window"):
-            _check_structured(name, value, raw, known, where)
+            known[name] = tuple(dict.fromkeys(_token_ids(value)))
+        elif name == "rope_parameters":
+            learn("rope_theta", (value or {}).get("rope_theta"), "rope_parameters.rope_theta")
         elif name in _FIELDS:
-            known[name] = _typed(name, value, where)
-        elif name in _FIXED:
-            if value not in _FIXED[name]:
-                raise ValueError(
-                    f"{where}: {key} = {value!r} is not implemented, only {_FIXED[name][0]!r}: use another model"
-                )
-        elif value is not None:
+            learn(name, tuple(value) if isinstance(value, list) else value, key)
+        elif value is not None and name not in _NEUTRAL | _FIXED.keys():
             raise ValueError(
                 f"{where}: key {key!r} = {value!r} is unknown and may change the maths{nearest(key, _FIELDS)}; "
                 "remove it if it does not matter"
             )
-    if not _is_qwen(known) and known.get("head_dim") is None and raw.get("num_attention_heads"):
-        known["head_dim"] = raw.get("hidden_size", 0) // raw["num_attention_heads"]
+    width, heads = known.get("hidden_size"), known.get("num_attention_heads")
+    if not qwen and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        known.setdefault("head_dim", width // heads)
     if model_type == "llama":
-        known.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
+        known.setdefault("num_key_value_heads", heads)
     elif known.pop("mlp_bias", False):
         raise ValueError(f"{where}: mlp_bias = true is not implemented for {model_type}: use another checkpoint")
     if model_type == "qwen3_moe":
@@ -112,7 +129,15 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
     missing = [name for name in required if known.get(name) is None]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}: add what the checkpoint was trained with")
-    return ModelConfig(**{k: v for k, v in known.items() if v is not None or k in ("bos_token_id", "pad_token_id")})
+    return described(where, **known)
+
+
+def described(where: str, **fields: Any) -> ModelConfig:
+    """``ModelConfig(**fields)``, whose errors name the file that says so."""
+    try:
+        return ModelConfig(**fields)
+    except ValueError as error:
+        raise ValueError(f"{where}: {str(error).removeprefix(ModelConfig.section + '.')}") from None
 
 
 def config_to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -129,73 +154,50 @@ def config_to_hf(cfg: ModelConfig, dtype: str) -> dict[str, Any]:
         "mlp_only_layers": list(cfg.mlp_only_layers),
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
     }
-    moe_only = (
-        "moe_intermediate_size num_experts num_experts_per_tok norm_topk_prob decoder_sparse_step mlp_only_layers "
-    )
-    foreign = (moe_only + "router_aux_loss_coef").split() if cfg.model_type not in MOE_TYPES else []
-    foreign += [] if cfg.model_type == "llama" else ["mlp_bias"]
+    foreign = {"mlp_bias"} if cfg.model_type != "llama" else set()
+    if cfg.model_type != "qwen3_moe":
+        foreign |= {*_MOE_REQUIRED, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"}
     if cfg.model_type == "mixtral":
         raw |= {"num_local_experts": cfg.num_experts, "intermediate_size": cfg.moe_intermediate_size}
         raw |= {"router_jitter_noise": 0.0, "sliding_window": None}
-        foreign += ["attention_bias", *(key for key in moe_only.split() if key != "num_experts_per_tok")]
+        foreign = foreign - {"num_experts_per_tok"} | {"attention_bias"}
     elif cfg.model_type != "llama":
         raw |= {"sliding_window": None, "use_sliding_window": False, "max_window_layers": cfg.num_hidden_layers}
     return {key: raw[key] for key in sorted(raw) if key not in foreign}
 
 
-def _architecture(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _model_type(raw: Mapping[str, Any], where: str) -> str:
     names = raw.get("architectures") or []
     if names and names[0] not in ARCHITECTURES:
         raise ValueError(f"{where}: architecture {names[0]!r} is not supported{nearest(names[0], ARCHITECTURES)}")
     model_type = raw.get("model_type") or (ARCHITECTURES[names[0]] if names else None)
     if model_type not in get_args(ModelType):
-        raise ValueError(
-            f"{where}: model_type {model_type!r} is not supported{nearest(str(model_type), get_args(ModelType))}"
-        )
+        near = nearest(str(model_type), get_args(ModelType))
+        raise ValueError(f"{where}: model_type {model_type!r} is not supported{near}")
     if names and ARCHITECTURES[names[0]] != model_type:
         raise ValueError(
             f"{where}: architecture {names[0]!r} contradicts model_type {model_type!r}: correct one of them"
         )
-    return {"model_type": model_type}
+    return str(model_type)
 
 
-def _is_qwen(known: Mapping[str, Any]) -> bool:
-    return known["model_type"] in ("qwen3", "qwen3_moe")
-
-
-def _check_structured(name: str, value: Any, raw: Mapping[str, Any], known: dict[str, Any], where: str) -> None:
-    if name == "rope_parameters" and value is not None:
-        extra = {k: v for k, v in value.items() if k not in ("rope_theta", "rope_type")}
-        if value.get("rope_type", "default") != "default" or any(v not in (1, 1.0, None) for v in extra.values()):
-            raise ValueError(
-                f"{where}: rope_parameters = {value!r}: only rope_type 'default' is implemented; use another checkpoint"
-            )
-        if "rope_theta" in value:
-            known["rope_theta"] = float(value["rope_theta"])
-    elif name == "layer_types" and value is not None and any(kind != "full_attention" for kind in value):
-        raise ValueError(
-            f"{where}: layer_types {sorted(set(value))}: only 'full_attention' is implemented; use another checkpoint"
-        )
-    elif name == "sliding_window" and value is not None and raw.get("use_sliding_window", not _is_qwen(known)):
-        raise ValueError(f"{where}: sliding_window = {value!r} is in use and not implemented: use another checkpoint")
-
-
-def _typed(name: str, value: Any, where: str) -> Any:
-    hint = str(_FIELDS[name].type)
-    if value is None:
-        return None
-    if hint.startswith("tuple") and isinstance(value, list):
-        return tuple(value)
-    kind = {"int": int, "float": float, "bool": bool}.get(hint.split(" ")[0], str)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{where}: {name} = {value!r}: expected {kind.__name__}; correct it")
-    return value
+def _objection(name: str, value: Any, raw: Mapping[str, Any], qwen: bool) -> str | None:
+    """Why the maths of this key's value is not the one implemented here; None where it is."""
+    if name == "rope_parameters":
+        plain = isinstance(value, Mapping) and value.get("rope_type", "default") == "default"
+        if not plain or any(v not in (1, None) for k, v in value.items() if k not in ("rope_theta", "rope_type")):
+            return f"rope_parameters = {value!r}: only rope_type 'default' is implemented"
+    if name == "layer_types" and any(kind != "full_attention" for kind in value):
+        return f"layer_types {sorted(set(value))}: only 'full_attention' is implemented"
+    if name == "sliding_window" and raw.get("use_sliding_window", not qwen):
+        return f"sliding_window = {value!r} is in use and not implemented"
+    if name in _FIXED and value not in _FIXED[name]:
+        return f"{name} = {value!r} is not implemented, only {_FIXED[name][0]!r}"
+    return None
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    return () if value in (None, -1) else tuple(value) if isinstance(value, list) else (value,)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -19,13 +19,14 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from sat_jax.hub.config import config_to_hf, read_config
-from sat_jax.hub.tensors import INDEX, SINGLE, Checkpoint, hub_axes, hub_names, hub_shape, layers_of, single_shape, some
+from sat_jax.hub.tensors import INDEX, SINGLE, Checkpoint, hub_names, hub_shape, layers_of, some
 from sat_jax.model.config import ModelConfig
 from sat_jax.model.parameters import Parameter, Params, flatten, parameter_table, unflatten
 
 STAGING_BYTES = 16 * 2**20
 """Host memory in which small tensors are gathered, and large ones cut up, on their way to the device."""
-_WITH_WEIGHTS = {"config.json", INDEX}
+SHARD_BYTES = 2 * 2**30
+"""A shard is closed before it grows past this, which is also the host memory that writing takes."""
 
 
 def load_params(
@@ -53,7 +54,7 @@ def load_params(
     checkpoint = Checkpoint(folder)
     table = parameter_table(cfg, dtype)
     checkpoint.check(cfg, table)
-    where = flatten(shardings) if shardings is not None else {}
+    where = flatten(shardings or {})
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return unflatten({p.path: _load(checkpoint, p, where.get(p.path, default)) for p in table})
 
@@ -63,7 +64,6 @@ def save_hf(
     cfg: ModelConfig,
     params: Params,
     source: str | Path | None = None,
-    max_shard_bytes: int = 2 * 2**30,
 ) -> Path:
     """Writes ``hf_dir``: hub-named shards, index, ``config.json``, ``generation_config.json`` and the tokenizer's
     files.
@@ -76,7 +76,6 @@ def save_hf(
         cfg: the model.
         params: its parameters.
         source: folder whose other small files (tokenizer, generation config, licence) are copied; None copies nothing.
-        max_shard_bytes: a shard is closed before it grows past this; also the host memory that is used.
 
     Raises:
         FileExistsError: ``hf_dir`` holds something.
@@ -85,7 +84,7 @@ def save_hf(
     table = parameter_table(cfg, flatten(params)[("embed",)].dtype)
     _check_tree(table, params)
     tensors = _hub_tensors(table, flatten(params))
-    return write_folder(hf_dir, cfg, tensors, str(table[0].dtype), source, max_shard_bytes)
+    return write_folder(hf_dir, cfg, tensors, str(table[0].dtype), source)
 
 
 def write_folder(
@@ -94,7 +93,6 @@ def write_folder(
     tensors: Iterator[tuple[str, np.ndarray]],
     dtype: str,
     source: str | Path | None = None,
-    max_shard_bytes: int = 2 * 2**30,
 ) -> Path:
     """``save_hf`` of a stream of hub-named tensors, all of type ``dtype``: no model has to exist anywhere.
 
@@ -110,13 +108,10 @@ def write_folder(
         _copy_side_files(source, partial)
         _write_json(partial / "config.json", config_to_hf(cfg, dtype))
         if not (partial / "generation_config.json").exists():
-            ids = {
-                "bos_token_id": cfg.bos_token_id,
-                "eos_token_id": list(cfg.eos_token_id),
-                "pad_token_id": cfg.pad_token_id,
-            }
-            _write_json(partial / "generation_config.json", {k: v for k, v in ids.items() if v not in (None, [])})
-        _write_shards(partial, tensors, max_shard_bytes)
+            names = ("bos_token_id", "eos_token_id", "pad_token_id")
+            ids = {name: value for name in names if (value := getattr(cfg, name)) not in (None, ())}
+            _write_json(partial / "generation_config.json", ids)
+        _write_shards(partial, tensors)
         partial.chmod(0o777 & ~_umask())  # mkdtemp made it private
         os.replace(partial, target)
     finally:
@@ -138,10 +133,14 @@ def _fill(
     checkpoint: Checkpoint, p: Parameter, part: tuple[tuple[int, int], ...], devices: list[jax.Device]
 ) -> list[jax.Array]:
     """The same part of a parameter on several devices, read once, in pieces of at most ``STAGING_BYTES``."""
+    # The part is a block of a stack [layers, experts, rows, *columns] (either of the first two may be missing), and the
+    # hub keeps one tensor for each (layer, expert). Seen as [tensors * rows, *columns] it is filled from the top: a
+    # piece is some whole tensors where they are small, or some rows of one where they are large. Each goes to the
+    # devices, which write it into their array in place, before the next one is read. A part that fits into one piece
+    # needs no such array.
     shape = tuple(stop - start for start, stop in part)
     positions = list(itertools.product(*(range(*span) for span in part[: p.stacked])))  # of hub tensors
     within, (rows, *columns) = part[p.stacked :], shape[p.stacked :]
-    # Pieces are rows of the part seen as [tensors * rows, *columns]: of several small tensors, or of one large one.
     fit = max(1, STAGING_BYTES // (math.prod(columns) * p.dtype.itemsize))
     step = max(1, fit // rows)
     whole: list[jax.Array] = []
@@ -152,7 +151,7 @@ def _fill(
             span = ((within[0][0] + start, within[0][0] + stop), *within[1:])
             piece = np.empty((len(tensors), stop - start, *columns), p.dtype)
             for i, position in enumerate(tensors):
-                piece[i] = _read(checkpoint, p, position, span)
+                piece[i] = checkpoint.part(p, position, span)
             if len(tensors) == len(positions) and stop - start == rows:
                 return [jax.device_put(piece.reshape(shape), device) for device in devices]
             whole = whole or [jnp.zeros(shape, p.dtype, device=device) for device in devices]
@@ -171,30 +170,6 @@ def _insert_rows(whole: jax.Array, piece: jax.Array, at: int) -> jax.Array:
 
 
 _insert = jax.jit(_insert_rows, donate_argnums=0)
-
-
-def _read(
-    checkpoint: Checkpoint, p: Parameter, position: tuple[int, ...], part: tuple[tuple[int, int], ...]
-) -> np.ndarray:
-    """``part`` of the tensor at ``position`` (layer and expert, counted from the parameter's first), as stored here."""
-    sizes = single_shape(p)
-    # An axis of the hub runs over several of ours; it is cut along the first, the others are read whole and cut here.
-    where, lengths = [], list(sizes)
-    for first, *inner in hub_axes(p):
-        one = math.prod(sizes[axis] for axis in inner)
-        where.append(slice(part[first][0] * one, part[first][1] * one))
-        lengths[first] = part[first][1] - part[first][0]
-    layer = layers_of(p)[position[0] if position else 0]
-    fused = checkpoint.fused(p, layer)
-    if fused is not None:
-        above = hub_shape(p)[0] if p.path[-1] == "up" else 0  # gate and up lie above one another
-        rows = slice(where[0].start + above, where[0].stop + above)
-        tensor = checkpoint.read(fused, slice(position[1], position[1] + 1), rows, where[1])[0]
-    else:
-        tensor = checkpoint.read(hub_names(p, layer)[position[1] if len(position) > 1 else 0], *where)
-    value = (tensor.T if p.matrix else tensor).reshape(lengths)
-    outer = {axes[0] for axes in hub_axes(p)}
-    return value[tuple(slice(None) if axis in outer else slice(*span) for axis, span in enumerate(part))]
 
 
 def _to_hub(p: Parameter, value: np.ndarray) -> np.ndarray:
@@ -217,7 +192,7 @@ def _hub_tensors(
                 yield names[0], _to_hub(p, value)
 
 
-def _write_shards(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], limit: int) -> None:
+def _write_shards(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
     shards: list[list[str]] = []
     pending: dict[str, np.ndarray] = {}
     size = total = 0
@@ -232,7 +207,7 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], limit
         size = 0
 
     for name, tensor in tensors:
-        if pending and size + tensor.nbytes > limit:
+        if pending and size + tensor.nbytes > SHARD_BYTES:
             flush()
         pending[name] = tensor
         size, total = size + tensor.nbytes, total + tensor.nbytes
@@ -249,14 +224,9 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], limit
 
 
 def _copy_side_files(source: str | Path | None, target: Path) -> None:
-    if source is None:
-        return
-    for file in sorted(Path(source).iterdir()):
-        if (
-            file.is_file()
-            and file.suffix in (".json", ".txt", ".jinja", ".model", ".md")
-            and file.name not in _WITH_WEIGHTS
-        ):
+    for file in Path(source).iterdir() if source is not None else ():
+        small = file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model", ".md")
+        if small and file.name not in ("config.json", INDEX):
             shutil.copyfile(file, target / file.name)
 
 

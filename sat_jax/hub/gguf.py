@@ -22,6 +22,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from sat_jax.hub.config import described
 from sat_jax.hub.folder import write_folder
 from sat_jax.hub.tensors import hub_names, hub_shape, layers_of
 from sat_jax.model.config import ModelConfig
@@ -122,7 +123,8 @@ def _config(meta: Mapping[str, Any], names: set[str], where: str) -> ModelConfig
             "is not implemented: use another model"
         )
     eos = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
-    return ModelConfig(
+    return described(
+        where,
         model_type="llama",
         vocab_size=len(meta["tokenizer.ggml.tokens"]) if "tokenizer.ggml.tokens" in meta else read("vocab_size"),
         hidden_size=width,

@@ -36,14 +36,15 @@ class Checkpoint:
             raise FileNotFoundError(
                 f"{folder} has neither {SINGLE} nor {INDEX}: the folder is half written; fetch it again"
             )
-        present: dict[str, set[str]] = {f: set(self._file(f).keys()) for f in set(self.files.values())}
+        present = {file: set(self._file(file).keys()) for file in sorted(set(self.files.values()))}
         absent = sorted(name for name, file in self.files.items() if name not in present[file])
         if absent:
             raise ValueError(
                 f"{index} promises {absent[0]!r} in {self.files[absent[0]]}, which lacks it: fetch the folder again"
             )
+        # The index decides: a shard may still hold a superseded copy. What it does not name, `check` finds left over.
         for file, names in present.items():
-            self.files.update(dict.fromkeys(names, file))
+            self.files = dict.fromkeys(names, file) | self.files
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -74,6 +75,30 @@ class Checkpoint:
                 f"{name} in {self.folder / self.files[name]} holds NaN or infinity: fetch the checkpoint again"
             )
         return tensor
+
+    def part(self, p: Parameter, position: tuple[int, ...], span: tuple[tuple[int, int], ...]) -> np.ndarray:
+        """``span`` (first and last of every axis) of a parameter's one tensor, as it is stored here.
+
+        ``position``: layer and expert, as far as it is stacked over them, counted from the parameter's first.
+        """
+        sizes, axes = single_shape(p), hub_axes(p)
+        # An axis of the hub runs over several of ours: cut along the first, the others are read whole and cut here.
+        where, lengths = [], list(sizes)
+        for first, *inner in axes:
+            one = math.prod(sizes[axis] for axis in inner)
+            where.append(slice(span[first][0] * one, span[first][1] * one))
+            lengths[first] = span[first][1] - span[first][0]
+        layer = layers_of(p)[position[0] if position else 0]
+        fused = self.fused(p, layer)
+        if fused is not None:
+            above = hub_shape(p)[0] if p.path[-1] == "up" else 0  # gate and up lie above one another
+            rows = slice(where[0].start + above, where[0].stop + above)
+            tensor = self.read(fused, slice(position[1], position[1] + 1), rows, where[1])[0]
+        else:
+            tensor = self.read(hub_names(p, layer)[position[1] if len(position) > 1 else 0], *where)
+        value = (tensor.T if p.matrix else tensor).reshape(lengths)
+        cut = {first for first, *_ in axes}
+        return value[tuple(slice(None) if axis in cut else slice(*ends) for axis, ends in enumerate(span))]
 
     def _equal(self, a: str, b: str) -> bool:
         """Whether two tensors hold the same numbers, a thousand rows in memory at a time."""

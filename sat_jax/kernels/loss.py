@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from sat_jax import losses
-from sat_jax.kernels.clip_path import Operands, Plan, clip_path
+from sat_jax.kernels.clip_path import Operands, clip_path
 from sat_jax.kernels.order_statistic import order_statistic
 from sat_jax.losses import Loss, LossConfig, LossSummary
 from sat_jax.losses.diagnostics import Reductions
@@ -21,17 +21,14 @@ from sat_jax.losses.tokens import Prepared, Ranker, ranker, rule_summaries, unit
 
 @dataclasses.dataclass(frozen=True)
 class KernelLoss(Loss):
-    """A ``Loss`` whose policy term is one Pallas kernel and whose quantile is a counting kernel.
-
-    Attributes:
-        mesh: where rows are sharded over several devices; the kernels then run under ``shard_map``. None: one device.
-        row_axes: the mesh axes that rows are sharded over.
-        interpret: as for ``pallas_call``; None interprets on a CPU and compiles elsewhere.
-    """
+    """A ``Loss`` whose policy term is one Pallas kernel and whose quantile is a counting kernel."""
 
     mesh: Mesh | None = None
+    """Where rows are sharded over several devices; the kernels then run under ``shard_map``. None: one device."""
     row_axes: tuple[str, ...] = ()
+    """The mesh axes that rows are sharded over."""
     interpret: Any = None
+    """As for ``pallas_call``; None interprets on a CPU and compiles elsewhere."""
 
     def __post_init__(self) -> None:
         whole = [rule.name for rule in self.config.rules if not rule.elementwise()]
@@ -43,46 +40,33 @@ class KernelLoss(Loss):
 
     def policy_rows(self, prepared: Prepared, summary: LossSummary, scale: jax.Array) -> tuple[jax.Array, Reductions]:
         """One pass over the tokens."""
-        config = self.config
-        summaries = rule_summaries(config, prepared, summary, self.ranker)
-        leaves, structure = jax.tree.flatten(summaries)
-        width = prepared.mask.shape[-1]
-        d, frozen_d, unit = None, None, "token"
+        if not self._takes(prepared):
+            return super().policy_rows(prepared, summary, scale)
+        config, mask = self.config, prepared.mask
+        d, frozen_d = None, None
         if config.unit != "token":
             d, frozen_d = unit_log_ratios(config, prepared.arrays, prepared.sequences)
-            unit = "tile" if d.shape[-1] == width and width > 1 else "row"
-        frozen = unit != "token" and "scored_log_probs" in prepared.raw
-        # As they came: the kernel selects and casts on the chip, so each array is read once and never copied.
-        arrays = dict(prepared.raw)
-        arrays["advantages"] = jnp.broadcast_to(arrays["advantages"], prepared.mask.shape)
-        plan = Plan(
-            config=config,
-            names=tuple(arrays),
-            unit=unit,
-            frozen=frozen,
-            scale="tile" if scale.shape[-1] == width and width > 1 else "row",
-            summaries=structure,
-            interpret=self._interpret(),
-        )
-        rows = prepared.mask.shape[0]
+        summaries = rule_summaries(config, prepared, summary, self.ranker)
         operands = Operands(
-            tokens=tuple(arrays.values()),
-            mask=prepared.mask,
-            d=d,
-            frozen_d=frozen_d if frozen else None,
+            # As they came: the kernel selects and casts on the chip, so each array is read once and never copied.
+            tokens=prepared.raw | {"advantages": jnp.broadcast_to(prepared.raw["advantages"], mask.shape)},
+            mask=mask,
             scale=scale,
-            summaries=tuple(jnp.broadcast_to(leaf, (rows, 1)) for leaf in leaves),
+            d=d,
+            frozen_d=frozen_d if "scored_log_probs" in prepared.raw else None,
+            summaries=jax.tree.map(lambda x: jnp.broadcast_to(x, (len(mask), 1)).astype(jnp.float32), summaries),
         )
-        loss, diagnostics = self._over_rows(lambda operands: clip_path(plan, operands), operands)
+        interpret = self._interpret()
+        loss, diagnostics = self._over_rows(lambda operands: clip_path(config, interpret, operands), operands)
         return loss, diagnostics
 
     def ranker(self, prepared: Prepared, axis_names: tuple[str, ...] = (), shards: int = 1) -> Ranker:
         """Counting passes for one number a token; one number a row is ranked by the reference, which is as fast."""
         reference = ranker(prepared, axis_names, shards)
-        mask = prepared.mask
+        mask, takes = prepared.mask, self._takes(prepared)
 
         def quantile(x: jax.Array, alpha: float) -> jax.Array:
-            if shards > 1 or x.shape != mask.shape or x.shape[-1] == 1:
+            if not takes or shards > 1 or x.shape != mask.shape or x.shape[-1] == 1:
                 return reference(x, alpha)
             interpret = self._interpret()
 
@@ -99,6 +83,16 @@ class KernelLoss(Loss):
             return jax.shard_map(ranked, mesh=self.mesh, in_specs=(spec, spec), out_specs=P(), check_vma=False)(x, mask)
 
         return quantile
+
+    def _takes(self, prepared: Prepared) -> bool:
+        """Whether the kernels compute in this batch's type; what was chosen automatically gives way where not."""
+        fits = prepared.token.ratio.dtype == jnp.float32
+        if not fits and self.config.kernel == "pallas":
+            raise ValueError(
+                f"loss.kernel = 'pallas' with {prepared.token.ratio.dtype} log_probs: the kernels compute in float32; "
+                "cast log_probs, or use kernel 'reference'"
+            )
+        return fits
 
     def _over_rows(self, f: Any, operands: Operands) -> Any:
         if self.mesh is None:

@@ -66,14 +66,16 @@ def _count_below(pattern: jax.Array, thresholds: jax.Array, interpret: Any) -> j
     n = thresholds.shape[0]
     rows, columns = min(ROWS, B), min(COLUMNS, T)
     line = jnp.pad(thresholds, (0, LANES - n))[None]
-    counts = pl.pallas_call(
+    call = pl.pallas_call(
         functools.partial(_kernel, n=n, shape=(B, T), block=(rows, columns)),
         grid=(pl.cdiv(B, rows), pl.cdiv(T, columns)),
         in_specs=[pl.BlockSpec((1, LANES), lambda i, j: (0, 0)), pl.BlockSpec((rows, columns), lambda i, j: (i, j))],
         out_specs=pl.BlockSpec((1, LANES), lambda i, j: (0, 0)),
         out_shape=jax.ShapeDtypeStruct((1, LANES), jnp.int32),
         interpret=interpret,
-    )(line, pattern)
+    )
+    with jax.enable_x64(False):  # else a Python number in the kernel is 64 bits wide
+        counts = call(line, pattern)
     return counts[0, :n]
 
 

@@ -121,6 +121,11 @@ def by_histogram(pattern: jax.Array, counts: jax.Array, rank: jax.Array, *, acro
 
     One scatter-add and one all-reduce of 256 numbers for every byte.
     """
+    # The answer's digits are found from the most significant one down. ``prefix`` holds those that are known and
+    # ``remaining`` the rank among the patterns that begin with them. One histogram counts these patterns by their next
+    # digit (all others fall into a bin too many, which is dropped); the answer's digit is the first at which the
+    # cumulative count reaches ``remaining``, and the count in front of it is the rank that is used up. 31 bits are
+    # three bytes, and seven bits at the end.
     dtype = pattern.dtype
     shift = jnp.iinfo(dtype).bits - 1
     prefix, remaining = jnp.zeros((), dtype), rank

@@ -4,7 +4,6 @@ from sat_jax.model.config import LayerRun, ModelConfig
 from sat_jax.model.head import TokenLogProbs, logits, token_log_probs
 from sat_jax.model.moe import RouterOutput, load_balancing_loss, router_z_loss
 from sat_jax.model.parameters import Parameter, Params, abstract_params, init_params, parameter_count, parameter_table
-from sat_jax.model.routing import RouteLayout, validate_routes
 from sat_jax.model.sharding import MESH_AXES, SAMPLING_RULES, Placement, cache_sharding, check_mesh, param_shardings
 from sat_jax.model.transformer import (
     ExtendOutput,
@@ -30,7 +29,6 @@ __all__ = [
     "Parameter",
     "Params",
     "Placement",
-    "RouteLayout",
     "RouterOutput",
     "TokenLogProbs",
     "abstract_params",
@@ -49,5 +47,4 @@ __all__ = [
     "router_z_loss",
     "split_layers",
     "token_log_probs",
-    "validate_routes",
 ]

@@ -103,6 +103,11 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, b
 
 
 def _backward(block: int, saved: _Saved, d_joined: jax.Array) -> tuple[jax.Array | None, ...]:
+    # With S = q k' / sqrt(h), P = exp(S - log_z) and o = P v, the gradient of a softmax row is
+    #   d_S = P * (d_P - delta),  d_P = d_o v',  delta = sum_s P_s d_P_s = <d_o, o>,
+    # so a row needs nothing of its siblings: log_z and o were kept, delta is one dot product, and P is made again for
+    # a range of queries at a time. Then d_q = d_S k, d_k += d_S' q and d_v += P' d_o, both with 1 / sqrt(h). Keys
+    # beyond a range's end are seen by none of its queries: the slices [..., :high] leave them out.
     groups, T, segment_ids = saved.k.shape[2], saved.q.shape[1], saved.segment_ids
     keys, values = saved.k.transpose(0, 2, 3, 1), saved.v.transpose(0, 2, 3, 1)  # [B, KV, h, S]
     q, d_out, log_z = (_split_heads(x, groups) for x in (saved.q, d_joined, saved.log_z))

@@ -7,7 +7,6 @@ Implementations of the same sum ``y[n] = sum_k weight[n, k] * expert[index[n, k]
   time. CPU, where ``ragged_dot`` is some thirty times slower than a matmul.
 * ``slots``: every expert has room for a few tokens, and is given those that chose it. Few tokens (decoding), where
   reading the weights is what costs.
-* ``dense``: every expert on every token, weighted. The plainest; the others are tested against it.
 
 No token is ever dropped, whatever the load.
 """
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from sat_jax.model.sharding import Placement
 
-MoEImplementation = Literal["auto", "dense", "slots", "blocked", "ragged"]
+MoEImplementation = Literal["auto", "slots", "blocked", "ragged"]
 Weights = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -48,8 +47,6 @@ def apply_experts(
     platform = jax.default_backend() if placement is None else placement.mesh.devices.flat[0].platform
     if implementation == "auto":
         implementation = choose_implementation(B * T, E, K, platform)
-    if implementation == "dense":
-        return _dense(x.reshape(B * T, D), indices.reshape(-1, K), weights.reshape(-1, K), experts).reshape(x.shape)
     grouped = _slots if implementation == "slots" else functools.partial(_grouped, ragged=implementation == "ragged")
     if placement is None or placement.mesh.size == 1:
         return grouped(x.reshape(B * T, D), indices.reshape(-1, K), weights.reshape(-1, K), experts).reshape(x.shape)
@@ -82,22 +79,11 @@ def apply_experts(
     )(x, indices, weights, *experts)
 
 
-def _dense(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weights) -> jax.Array:
-    gate, up, down = experts
-    E = gate.shape[0]
-    combine = jnp.sum(jnp.where(indices[..., None] == jnp.arange(E), weights[..., None], 0), axis=1)  # [N, E]
-    # A copy of x for every expert makes these batched matmuls; as "nd,edf" XLA on CPUs transposes the weights first.
-    rows = jnp.broadcast_to(x, (E, *x.shape))
-    hidden = jax.nn.silu(jnp.einsum("end,edf->enf", rows, gate)) * jnp.einsum("end,edf->enf", rows, up)
-    hidden = hidden * combine.T[:, :, None]
-    return jnp.einsum("enf,efd->nd", hidden, down)
-
-
 def _slots(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weights) -> jax.Array:
     """``[N, D]``; ``indices`` of padding are E.
 
-    Room for every token with every expert is what ``dense`` computes. Half of it or less suffices nearly always, and
-    where it does not, there is more: nothing is dropped, and a token's result does not depend on how much it was.
+    Room for every token with every expert would always do. Half of it or less suffices nearly always, and where it does
+    not, there is more: nothing is dropped, and a token's result does not depend on how much it was.
     """
     (N, K), E = indices.shape, experts[0].shape[0]
     flat = indices.reshape(-1)
@@ -113,12 +99,12 @@ def _slots(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weight
         return _sum_rows(y.reshape(E * room, -1), cell.reshape(N, K), weights)
 
     largest = jnp.max(jnp.where(flat < E, rank, 0))
-    rooms = _rooms(N, N * K / E) if gate.size > _SMALL else [N]
+    rooms = _rooms(N, N * K / E) if gate.size > SMALL_PROJECTION else [N]
     branches = [functools.partial(with_room, room) for room in rooms]
     return jax.lax.switch(jnp.sum(largest >= jnp.array(rooms[:-1], jnp.int32)), branches)
 
 
-_SMALL = 2**17
+SMALL_PROJECTION = 2**17
 """Up to this many weights a projection stays in a core's cache: then a choice of rooms costs more to compile than it
 saves."""
 
@@ -144,18 +130,13 @@ def _sum_rows(y: jax.Array, rows: jax.Array, weights: jax.Array | None) -> jax.A
 
 
 class _Layout(NamedTuple):
-    """Where each (token, slot) lies once rows are sorted by expert.
+    """Where each (token, slot) lies once rows are sorted by expert."""
 
-    ``slot [M]``: row -> ``n * K + k``, or ``N * K`` for a filler row. ``row [N * K]``: its inverse, or ``M`` for
-    padding. ``sizes [E]``: rows of each expert. ``block_expert [M / block]``: whose rows a block holds. ``used``: how
-    many blocks hold any.
-    """
-
-    slot: jax.Array
-    row: jax.Array
-    sizes: jax.Array
-    block_expert: jax.Array
-    used: jax.Array
+    slot: jax.Array  # [M]: row -> n * K + k, or N * K for a filler row
+    row: jax.Array  # [N * K]: its inverse, or M for padding
+    sizes: jax.Array  # [E]: rows of each expert
+    block_expert: jax.Array  # [M / block]: whose rows a block holds
+    used: jax.Array  # how many blocks hold any
 
 
 def _layout(indices: jax.Array, experts: int, block: int, group: int) -> _Layout:
@@ -200,9 +181,8 @@ _collect.defvjp(
 def _grouped(x: jax.Array, indices: jax.Array, weights: jax.Array, experts: Weights, ragged: bool) -> jax.Array:
     E = experts[0].shape[0]
     if not ragged:
-        block, group = _block_shape(indices.size, E)
-        at = _layout(indices, E, block, group)
-        return _blocked(x, weights, *experts, at, block, group)
+        shape = _block_shape(indices.size, E)
+        return _blocked(x, weights, experts, _layout(indices, E, *shape), shape)
     gate, up, down = experts
     at = _layout(indices, E, block=1, group=1)
     rows = _spread(x, at.slot, at.row, indices.shape[-1])
@@ -240,44 +220,22 @@ class _Blocks(NamedTuple):
     owner: jax.Array  # int32 [groups, group]
 
 
-class _Saved(NamedTuple):
-    x: jax.Array
-    weights: jax.Array
-    experts: Weights
-    at: _Layout
-    both: jax.Array
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _blocked(
-    x: jax.Array,
-    weights: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    at: _Layout,
-    block: int,
-    group: int,
-) -> jax.Array:
-    """The grouped MLP: a loop over groups of blocks, as many as the batch fills.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _blocked(x: jax.Array, weights: jax.Array, experts: Weights, at: _Layout, shape: tuple[int, int]) -> jax.Array:
+    """The grouped MLP: a loop over groups of blocks, as many as the batch fills; ``shape`` is that of ``_block_shape``.
 
     Everything between the gather of a group's rows and its results stays in the caches. The gradient is written out:
     left to automatic differentiation, a loop of unknown length has none, and gathered expert weights and spread rows
     would be kept for it.
     """
-    return _blocked_forward(x, weights, gate, up, down, at, block, group)[0]
+    return _blocked_forward(x, weights, experts, at, shape)[0]
 
 
 def _blocked_forward(
-    x: jax.Array,
-    weights: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    at: _Layout,
-    block: int,
-    group: int,
-) -> tuple[jax.Array, _Saved]:
+    x: jax.Array, weights: jax.Array, experts: Weights, at: _Layout, shape: tuple[int, int]
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    block, group = shape
+    gate, up, down = experts
     blocks = _blocks(x, weights, at, block, group)
     groups = blocks.owner.shape[0]
     wide = jnp.concatenate([gate, up], axis=-1)  # one wide matmul instead of two narrow ones
@@ -290,13 +248,20 @@ def _blocked_forward(
         down_rows = _matmul(jax.nn.silu(a) * b * blocks.scale[i], down[owner])
         return y.at[i].set(down_rows), both.at[i].set(projected)
 
-    shape = (groups, group, block)
-    start = jnp.zeros((*shape, x.shape[-1]), x.dtype), jnp.zeros((*shape, wide.shape[-1]), x.dtype)
+    rows = (groups, group, block)
+    start = jnp.zeros((*rows, x.shape[-1]), x.dtype), jnp.zeros((*rows, wide.shape[-1]), x.dtype)
     y, both = jax.lax.fori_loop(0, -(-at.used // group), body, start)
-    return _collect_blocks(y, at, weights), _Saved(x, weights, (gate, up, down), at, both)
+    return _collect_blocks(y, at, weights), (x, weights, experts, at, both)
 
 
-def _blocked_backward(block: int, group: int, saved: _Saved, d_out: jax.Array) -> tuple[jax.Array | None, ...]:
+def _blocked_backward(shape: tuple[int, int], saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
+    # For a row x of expert e with gate weight s:  a, b = x G_e, x U_e;  h = silu(a) b;  y = (s h) D_e.
+    # So, with d_y the gradient of its token (a gather: each row belongs to one token):
+    #   d_(s h) = d_y D_e',  d_s = <d_(s h), h>,  d_h = s d_(s h),
+    #   d_a = d_h b silu'(a) = d_h b sigmoid(a) (1 + a (1 - sigmoid(a))),  d_b = d_h silu(a),
+    #   d_x = [d_a d_b] [G_e U_e]',  d_[G_e U_e] += x' [d_a d_b],  d_D_e += (s h)' d_y.
+    # Only a and b were kept (``both``); everything else is made again while a group of blocks lies in the caches.
+    block, group = shape
     x, weights, (gate, up, down), at, both = saved
     blocks = _blocks(x, weights, at, block, group)
     wide = jnp.concatenate([gate, up], axis=-1)
@@ -318,17 +283,16 @@ def _blocked_backward(block: int, group: int, saved: _Saved, d_out: jax.Array) -
         d_weight = d_weight.at[i].set(jnp.sum(d_scaled * hidden, axis=-1))
         return d_wide, d_down, d_rows, d_weight
 
-    shape = blocks.token.shape
     start = (
         jnp.zeros(wide.shape, jnp.float32),
         jnp.zeros(down.shape, jnp.float32),
-        jnp.zeros((*shape, x.shape[-1]), x.dtype),
-        jnp.zeros(shape, weights.dtype),
+        jnp.zeros((*blocks.token.shape, x.shape[-1]), x.dtype),
+        jnp.zeros(blocks.token.shape, weights.dtype),
     )
     d_wide, d_down, d_rows, d_weight = jax.lax.fori_loop(0, -(-at.used // group), body, start)
     d_gate, d_up = jnp.split(d_wide.astype(gate.dtype), 2, axis=-1)
     d_weights = jnp.take(d_weight.reshape(-1), at.row, mode="fill", fill_value=0).reshape(weights.shape)
-    return _collect_blocks(d_rows, at, weights), d_weights, d_gate, d_up, d_down.astype(down.dtype), None
+    return _collect_blocks(d_rows, at, weights), d_weights, (d_gate, d_up, d_down.astype(down.dtype)), None
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)

@@ -16,7 +16,7 @@ from flax import struct
 from sat_jax.model.config import ModelConfig
 from sat_jax.model.parameters import Params
 from sat_jax.model.sharding import Placement, constrain
-from sat_jax.types import NO_TOKEN
+from sat_jax.types import MIN_TEMPERATURE, NO_TOKEN
 
 HEAD_COLUMNS = "head_columns"
 """Key of the head as ``[D, V]``, in parameters made for decoding (``split_layers``)."""
@@ -24,18 +24,14 @@ HEAD_COLUMNS = "head_columns"
 
 @struct.dataclass
 class TokenLogProbs:
-    """Token-aligned, float32 ``[B, T]``, nats.
-
-    Attributes:
-        log_probs: entry ``t`` is ``log p(tokens[t] | tokens[<t])`` at the temperature asked for; entry 0 is 0.
-        entropy: of the distribution that ``tokens[t]`` was drawn from; entry 0 is 0. None where not asked for.
-        outside: probability of the tokens outside the support, before they are taken out; no gradient. None without a
-            support.
-    """
+    """Token-aligned, float32 ``[B, T]``, nats; entry 0 is 0."""
 
     log_probs: jax.Array
+    """Entry ``t`` is ``log p(tokens[t] | tokens[<t])`` at the temperature asked for."""
     entropy: jax.Array | None
+    """Of the distribution that ``tokens[t]`` was drawn from; None where not asked for."""
     outside: jax.Array | None = None
+    """Probability of the tokens outside the support, before they are taken out; no gradient. None without a support."""
 
 
 def head_matrix(params: Params, cfg: ModelConfig) -> jax.Array:
@@ -45,10 +41,10 @@ def head_matrix(params: Params, cfg: ModelConfig) -> jax.Array:
 
 
 def logits(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """Float32 ``[..., V]`` of ``hidden [..., D]``, accumulated in float32. For single positions: decoding, looking."""
+    """Float32 ``[..., V]`` of ``hidden [..., D]``. For single positions: decoding, looking."""
     if HEAD_COLUMNS in params:
         return jnp.einsum("...d,dv->...v", hidden, params[HEAD_COLUMNS], preferred_element_type=jnp.float32)
-    return _project(hidden, head_matrix(params, cfg))
+    return project(hidden, head_matrix(params, cfg))
 
 
 def token_log_probs(
@@ -69,8 +65,7 @@ def token_log_probs(
     token of a segment gets the log-prob under the segment before it: mask it, as ``Batch.loss_mask`` does.
 
     Args:
-        params: the policy's.
-        cfg: the model.
+        params, cfg: the policy.
         hidden: ``[B, T, D]``, after the final norm.
         tokens: int ``[B, T]``.
         temperature: what the sampler divided its logits by (eq. (1) compares the two policies at the same temperature);
@@ -85,8 +80,13 @@ def token_log_probs(
             where it is ``NO_TOKEN`` throughout, the whole vocabulary counts. None: everywhere.
 
     Raises:
-        ValueError: rows that the mesh of ``placement`` does not divide.
+        ValueError: a temperature below ``MIN_TEMPERATURE``; rows that the mesh of ``placement`` does not divide.
     """
+    if isinstance(temperature, int | float) and not temperature >= MIN_TEMPERATURE:
+        raise ValueError(
+            f"temperature = {temperature}: log-probs need at least {MIN_TEMPERATURE}; those of greedy decoding are "
+            "taken at temperature 1"
+        )
     B, T, _ = hidden.shape
     hidden = constrain(hidden, ("batch", None, None), placement)
     matrix = constrain(head_matrix(params, cfg), ("vocab", None), placement)
@@ -100,7 +100,7 @@ def token_log_probs(
     def grouped(x: jax.Array) -> jax.Array:
         return x.reshape(groups, B // groups * T, *x.shape[2:])
 
-    log_probs, entropy, outside = _chunked(
+    made = _chunked(
         grouped(hidden),
         matrix,
         _Targets(grouped(tokens), None if support is None else grouped(support)),
@@ -108,11 +108,11 @@ def token_log_probs(
         _plan(grouped(wanted), chunks, width),
         _Static(width, chunks if active is None else None, with_entropy, placement),
     )
-    entropy, outside = (None if x is None else x.reshape(B, T) for x in (entropy, outside))
-    return TokenLogProbs(log_probs.reshape(B, T), entropy, outside)
+    return jax.tree.map(lambda x: x.reshape(B, T), made)
 
 
-def _project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
+def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Float32 logits ``[..., V]`` of ``hidden [..., D]`` under ``matrix [V, D]``."""
     return jnp.einsum("...d,vd->...v", hidden, matrix.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
@@ -124,41 +124,26 @@ def _project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 class _Targets(NamedTuple):
-    """What the log-probs are of: tokens int32 [G, N], and the support int32 [G, N, S] that each was drawn from."""
+    """What the log-probs are of."""
 
-    tokens: jax.Array
-    support: jax.Array | None
-
-
-class _Outputs(NamedTuple):
-    """As in ``TokenLogProbs``, ``[G, N]``."""
-
-    log_probs: jax.Array
-    entropy: jax.Array | None
-    outside: jax.Array | None
+    tokens: jax.Array  # int32 [G, N]
+    support: jax.Array | None  # int32 [G, N, S]; what each was drawn from
 
 
 class _Plan(NamedTuple):
-    """Which position is computed where.
+    """Which position is computed where."""
 
-    Attributes:
-        order: int32 [G, chunks * width]; positions, wanted ones first, in their order.
-        slot: int32 [G, N]; where in ``order`` a wanted position stands.
-        wanted: bool [G, N].
-        total: int32 [G]; wanted positions.
-    """
-
-    order: jax.Array
-    slot: jax.Array
-    wanted: jax.Array
-    total: jax.Array
+    order: jax.Array  # int32 [G, chunks * width]; positions, wanted ones first, in their order
+    slot: jax.Array  # int32 [G, N]; where in ``order`` a wanted position stands
+    wanted: jax.Array  # bool [G, N]
+    total: jax.Array  # int32 [G]; wanted positions
 
 
 class _Static(NamedTuple):
-    """What is known at trace time. ``trips`` is None where it depends on how many positions are wanted."""
+    """What is known at trace time."""
 
     width: int
-    trips: int | None
+    trips: int | None  # None: it depends on how many positions are wanted
     with_entropy: bool
     placement: Placement | None
 
@@ -188,13 +173,12 @@ _take = jax.vmap(lambda x, index: x.at[index].get(mode="promise_in_bounds"))
 
 
 class _Chunk(NamedTuple):
-    """One chunk of all groups, one behind the other: positions ``[G, width]``; ``[G * width, ...]``: hidden states
-    before them (0 where nothing is wanted), tokens and supports."""
+    """One chunk of all groups, one behind the other."""
 
-    at: jax.Array
-    before: jax.Array
-    token: jax.Array
-    support: jax.Array | None
+    at: jax.Array  # [G, width]; positions
+    before: jax.Array  # [G * width, D]; hidden states before them, 0 where nothing is wanted
+    token: jax.Array  # [G * width]
+    support: jax.Array | None  # [G * width, S]
 
 
 def _chunk(i: jax.Array, hidden: jax.Array, targets: _Targets, plan: _Plan, width: int) -> _Chunk:
@@ -228,18 +212,17 @@ def _put_back(plan: _Plan, x: jax.Array) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _chunked(
     hidden: jax.Array, matrix: jax.Array, targets: _Targets, temperature: jax.Array, plan: _Plan, static: _Static
-) -> _Outputs:
-    """``hidden [G, N, D]``, ``matrix [V, D]`` -> everything about the wanted positions."""
-    outputs, _ = _chunked_forward(hidden, matrix, targets, temperature, plan, static)
-    return outputs
+) -> TokenLogProbs:
+    """``hidden [G, N, D]``, ``matrix [V, D]`` -> everything about the wanted positions, ``[G, N]``."""
+    return _chunked_forward(hidden, matrix, targets, temperature, plan, static)[0]
 
 
 def _chunked_forward(
     hidden: jax.Array, matrix: jax.Array, targets: _Targets, temperature: jax.Array, plan: _Plan, static: _Static
-) -> tuple[_Outputs, Any]:
+) -> tuple[TokenLogProbs, Any]:
     def chunk(i: jax.Array, made: dict[str, jax.Array]) -> dict[str, jax.Array]:
         at, before, token, support = _chunk(i, hidden, targets, plan, static.width)
-        scaled, new = _project(before, matrix) / temperature, {}
+        scaled, new = project(before, matrix) / temperature, {}
         if support is not None:
             everything = jax.nn.logsumexp(scaled, axis=-1)
             scaled = _narrowed(scaled, support)
@@ -258,11 +241,11 @@ def _chunked_forward(
     made = {name: empty for name, is_wanted in wanted.items() if is_wanted}
     made = jax.lax.fori_loop(0, _trips(plan, static), chunk, made)
     back = {name: _put_back(plan, x) for name, x in made.items() if name != "log_z"}
-    outputs = _Outputs(back["log_probs"], back.get("entropy"), back.get("outside"))
+    outputs = TokenLogProbs(back["log_probs"], back.get("entropy"), back.get("outside"))
     return outputs, (hidden, matrix, targets, temperature, plan, made.get("entropy"), made["log_z"])
 
 
-def _chunked_backward(static: _Static, saved: Any, g: _Outputs) -> tuple[Any, ...]:
+def _chunked_backward(static: _Static, saved: Any, g: TokenLogProbs) -> tuple[Any, ...]:
     hidden, matrix, targets, temperature, plan, entropy, log_z = saved
     g_log_probs = jnp.where(plan.wanted, g.log_probs, 0)
     g_entropy = None if g.entropy is None else jnp.where(plan.wanted, g.entropy, 0)
@@ -277,7 +260,7 @@ def _chunked_backward(static: _Static, saved: Any, g: _Outputs) -> tuple[Any, ..
             return jax.lax.dynamic_slice_in_dim(x, i * width, width, axis=1).reshape(-1, 1)
 
         g_log_prob = _take(g_log_probs, at).reshape(-1, 1)
-        scaled = _project(before, matrix) / temperature
+        scaled = project(before, matrix) / temperature
         log_p = (scaled if support is None else _narrowed(scaled, support)) - here(log_z)
         p = jnp.exp(log_p)
         one_hot = token[:, None] == jnp.arange(log_p.shape[-1])

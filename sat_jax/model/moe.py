@@ -18,34 +18,16 @@ from sat_jax.types import NATIVE_ROUTE
 
 @struct.dataclass
 class RouterOutput:
-    """What the mixture layers did, as sums, so that micro-batches and devices add up before anyone divides.
+    """What the mixture layers did, as sums, so that micro-batches and devices add up before anyone divides."""
 
-    Attributes:
-        indices: int32 ``[B, T, L, K]``; the experts used. By descending probability where routed natively, in recorded
-            order where replayed; meaningless at padding.
-        logits: float32 ``[B, T, L, E]``; the router's own, before the softmax.
-        load: float32 ``[L, E]``; (token, slot) assignments to each expert, padding left out.
-        probability: float32 ``[L, E]``; sum of the router's softmax over tokens.
-        log_z_squared: float32 ``[L]``; sum of ``logsumexp(logits)**2`` over tokens.
-        tokens: float32 scalar; tokens that are not padding.
-        recorded: float32 ``[L]``; tokens with recorded experts.
-        agreed: float32 ``[L]``; those whose recorded set is what the router would have chosen itself.
-    """
-
-    indices: jax.Array
-    logits: jax.Array
-    load: jax.Array
-    probability: jax.Array
-    log_z_squared: jax.Array
-    tokens: jax.Array
-    recorded: jax.Array
-    agreed: jax.Array
-
-    @property
-    def agreement(self) -> jax.Array:
-        """Share of recorded (token, layer) expert sets that the router would choose too; 1 where none is recorded."""
-        recorded = self.recorded.sum()
-        return jnp.where(recorded > 0, self.agreed.sum() / jnp.maximum(recorded, 1), 1.0)
+    indices: jax.Array  # int32 [B, T, L, K], the experts used; meaningless at padding
+    logits: jax.Array  # float32 [B, T, L, E]; the router's own, before the softmax
+    load: jax.Array  # float32 [L, E]; (token, slot) assignments to each expert, padding left out
+    probability: jax.Array  # float32 [L, E]; sum of the router's softmax over tokens
+    log_z_squared: jax.Array  # float32 [L]; sum of logsumexp(logits)**2 over tokens
+    tokens: jax.Array  # float32 scalar; tokens that are not padding
+    recorded: jax.Array  # float32 [L]; tokens with recorded experts
+    agreed: jax.Array  # float32 [L]; those whose recorded set is what the router would have chosen itself
 
 
 def load_balancing_loss(
@@ -87,10 +69,9 @@ def route(
 
     Args:
         logits: float32 ``[..., E]``.
-        k: experts per token.
-        normalize: ``norm_topk_prob``.
+        k, normalize: ``num_experts_per_tok`` and ``norm_topk_prob``.
         recorded: int32 ``[..., k]`` with ``NATIVE_ROUTE`` rows where there is no record, or None. Rows are complete:
-            that is checked on the host by ``model.validate_routes``, since a gather clamps or wraps a wrong index
+            that is checked on the host by ``data.records.check_routes``, since a gather clamps or wraps a wrong index
             silently.
 
     Returns:
@@ -128,12 +109,8 @@ def moe_mlp(
 
     Args:
         p: ``router [D, E]``, ``gate`` and ``up [E, D, F]``, ``down [E, F, D]``.
-        cfg: the model.
-        x: normalised hidden states.
         valid: bool ``[B, T]``; padding yields zeros and is not counted.
         recorded: int32 ``[B, T, K]`` or None, see ``route``.
-        implementation: see ``sat_jax.model.experts``.
-        placement: mesh and rules, or None for one device.
         selection_noise: float32 ``[B, T, E]`` added to the logits that *choose* the experts; their weights come from
             the unperturbed logits. For engines that are to route wrongly on purpose.
     """

@@ -35,27 +35,16 @@ Initializer = Literal["normal", "ones", "zeros"]
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        path: keys from the root of the parameter tree.
-        shape: of the stacked array.
-        dtype: of the array.
-        axes: logical name of every axis: ``layers expert vocab embed heads kv_heads head_dim mlp expert_mlp``.
-        init: ``normal`` (standard deviation ``initializer_range``), ``ones`` or ``zeros``.
-        hub: hub name with ``{layer}`` and ``{expert}`` where the array is stacked over them.
-        first_layer: layer number of index 0 of a ``layers`` axis.
-        matrix: True: the hub holds the transpose, ``[out, in]``, of what is stored here (heads flattened).
-    """
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
+    path: tuple[str, ...]  # keys from the root of the parameter tree
+    shape: tuple[int, ...]  # of the stacked array
     dtype: np.dtype[Any]
-    axes: tuple[str, ...]
-    init: Initializer
-    hub: str
-    first_layer: int = 0
-    matrix: bool = False
+    axes: tuple[str, ...]  # logical names: layers expert vocab embed heads kv_heads head_dim mlp expert_mlp router
+    init: Initializer  # normal: with the standard deviation ``initializer_range``
+    hub: str  # hub name, with {layer} and {expert} where the array is stacked over them
+    first_layer: int = 0  # layer number of index 0 of a ``layers`` axis
+    matrix: bool = False  # the hub holds the transpose, [out, in], of what is stored here (heads flattened)
 
     @property
     def name(self) -> str:
@@ -85,8 +74,7 @@ def _layer_rows(cfg: ModelConfig, run: LayerRun, kind: np.dtype[Any]) -> list[Pa
     rows: list[Parameter] = []
 
     def add(path: str, sizes: Mapping[str, int], init: Initializer, hub: str, matrix: bool = False) -> None:
-        axes = ("layers", *(axis.rstrip("_") for axis in sizes))
-        shape = (run.length, *sizes.values())
+        shape, axes = (run.length, *sizes.values()), ("layers", *sizes)
         full = (run.name, *path.split("."))
         rows.append(Parameter(full, shape, kind, axes, init, "model.layers.{layer}." + hub, run.first, matrix))
 
@@ -103,24 +91,19 @@ def _layer_rows(cfg: ModelConfig, run: LayerRun, kind: np.dtype[Any]) -> list[Pa
         add("attention.out_bias", {"embed": D}, "zeros", "self_attn.o_proj.bias")
     add("mlp_norm", {"embed": D}, "ones", "post_attention_layernorm.weight")
     if run.moe:
-        E, F = {"expert": cfg.num_experts}, cfg.moe_intermediate_size
+        E, F = {"expert": cfg.num_experts}, {"expert_mlp": cfg.moe_intermediate_size}
         block, names = _MIXTRAL_NAMES if cfg.model_type == "mixtral" else _QWEN_NAMES
         add("mlp.router", {"embed": D, "router": cfg.num_experts}, "normal", f"{block}.gate.weight", matrix=True)
-        for name in ("gate", "up", "down"):
-            sizes = {"expert_mlp": F, "embed": D} if name == "down" else {"embed": D, "expert_mlp": F}
-            add(
-                f"mlp.{name}", {**E, **sizes}, "normal", f"{block}.experts.{{expert}}.{names[name]}.weight", matrix=True
-            )
+        for name, hub in names.items():
+            sizes = {**E, **F, "embed": D} if name == "down" else {**E, "embed": D, **F}
+            add(f"mlp.{name}", sizes, "normal", f"{block}.experts.{{expert}}.{hub}.weight", matrix=True)
     else:
-        F = cfg.intermediate_size
-        for name, sizes in (
-            ("gate", {"embed": D, "mlp": F}),
-            ("up", {"embed": D, "mlp": F}),
-            ("down", {"mlp": F, "embed": D}),
-        ):
-            add(f"mlp.{name}", sizes, "normal", f"mlp.{name}_proj.weight", matrix=True)
+        F = {"mlp": cfg.intermediate_size}
+        for name, hub in _QWEN_NAMES[1].items():
+            source, target = (F, {"embed": D}) if name == "down" else ({"embed": D}, F)
+            add(f"mlp.{name}", source | target, "normal", f"mlp.{hub}.weight", matrix=True)
             if cfg.mlp_bias:
-                add(f"mlp.{name}_bias", dict(list(sizes.items())[1:]), "zeros", f"mlp.{name}_proj.bias")
+                add(f"mlp.{name}_bias", target, "zeros", f"mlp.{hub}.bias")
     return rows
 
 
@@ -129,27 +112,15 @@ def parameter_count(cfg: ModelConfig) -> int:
     return sum(math.prod(p.shape) for p in parameter_table(cfg))
 
 
-def unflatten(leaves: Mapping[tuple[str, ...], Any]) -> Params:
-    """The nested dict of ``path -> leaf``."""
-    tree: Params = traverse_util.unflatten_dict(dict(leaves))
-    return tree
-
-
-def flatten(params: Params) -> dict[tuple[str, ...], Any]:
-    """``path -> leaf`` of a nested dict."""
-    leaves: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(params)
-    return leaves
+flatten, unflatten = traverse_util.flatten_dict, traverse_util.unflatten_dict
+"""A tree of parameters as ``path -> leaf``, and back."""
 
 
 def abstract_params(cfg: ModelConfig, dtype: DTypeLike = "float32", shardings: Params | None = None) -> Params:
     """The tree with ``jax.ShapeDtypeStruct`` leaves: enough to lower and compile a step without any weights."""
-    where = flatten(shardings) if shardings is not None else {}
-    return unflatten(
-        {
-            p.path: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=where.get(p.path))
-            for p in parameter_table(cfg, dtype)
-        }
-    )
+    where = flatten(shardings or {})
+    rows = parameter_table(cfg, dtype)
+    return unflatten({p.path: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=where.get(p.path)) for p in rows})
 
 
 def init_params(
@@ -163,12 +134,11 @@ def init_params(
 
     Args:
         key: a concrete PRNG key.
-        cfg: the model.
-        dtype: of every array.
+        cfg, dtype: the model, and the type of every array.
         shardings: tree of ``jax.sharding.Sharding`` (``param_shardings``). None: the default device.
     """
     seed = [int(word) for word in np.asarray(jax.random.key_data(key)).ravel()]
-    where = flatten(shardings) if shardings is not None else {}
+    where = flatten(shardings or {})
 
     def make(p: Parameter) -> jax.Array:
         if p.init == "normal":

@@ -33,15 +33,10 @@ MESH_AXES = ("data", "fsdp", "tensor", "expert")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A mesh and the rules by which arrays lie on it; hashable, so it can be a static argument.
+    """A mesh and the rules by which arrays lie on it; hashable, so it can be a static argument."""
 
-    Attributes:
-        mesh: axes among ``MESH_AXES``.
-        rules: logical axis -> mesh axes, in order; axes that the mesh lacks are skipped.
-    """
-
-    mesh: Mesh
-    rules: tuple[tuple[str, tuple[str, ...]], ...] = RULES
+    mesh: Mesh  # axes among ``MESH_AXES``
+    rules: tuple[tuple[str, tuple[str, ...]], ...] = RULES  # logical axis -> mesh axes; those that it lacks are skipped
 
     def mesh_axes(self, logical: str | None) -> tuple[str, ...]:
         """Mesh axes that split this logical axis; empty where it is replicated."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
+from sat_jax.checked import Checked, Count
 from sat_jax.model import layers
 from sat_jax.model.attention import attend, self_attention
 from sat_jax.model.config import LayerRun, ModelConfig
@@ -26,28 +26,23 @@ _HIDDEN = ("batch", None, None)
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardOptions:
-    """How to compute, never what. Hashable: a static argument.
-
-    Attributes:
-        compute_dtype: of activations and matmul inputs (``bfloat16``: parameters stay as they are, say float32 masters,
-            and are cast layer by layer). None: the dtype of the parameters. Norms, router, softmax and logits are
-            float32 always.
-        remat: what a layer keeps for the backward pass: ``none`` recomputes nothing, ``dots`` keeps matmul outputs,
-            ``full`` keeps only the layer's input.
-        scan_layers: compile one layer per run and loop; False unrolls, which compiles longer and can run a little
-            faster.
-        moe: implementation of the mixture layers, see ``sat_jax.model.experts``.
-        attention_block: queries whose scores are in memory at once.
-        placement: mesh and rules for activations, or None.
-    """
+class ForwardOptions(Checked):
+    """How to compute, never what. Hashable: a static argument."""
 
     compute_dtype: str | None = None
+    """Of activations and matmul inputs (``bfloat16``: parameters stay as they are, say float32 masters, and are cast
+    layer by layer). None: the dtype of the parameters. Norms, router, softmax and logits are float32 always."""
     remat: Remat = "none"
+    """What a layer keeps for the backward pass: ``none`` recomputes nothing, ``dots`` keeps matmul outputs, ``full``
+    keeps only the layer's input."""
     scan_layers: bool = True
+    """Compile one layer per run and loop; False unrolls, which compiles longer and can run a little faster."""
     moe: MoEImplementation = "auto"
-    attention_block: int = 1024
+    """Implementation of the mixture layers, see ``sat_jax.model.experts``."""
+    attention_block: Count = 1024
+    """Queries whose scores are in memory at once."""
     placement: Placement | None = None
+    """Mesh and rules for activations, or None."""
 
 
 DEFAULT_OPTIONS = ForwardOptions()
@@ -55,15 +50,10 @@ DEFAULT_OPTIONS = ForwardOptions()
 
 @struct.dataclass
 class ForwardOutput:
-    """Result of ``forward``.
+    """Result of ``forward``."""
 
-    Attributes:
-        hidden: ``[B, T, D]`` after the final norm, in the compute dtype.
-        router: what the mixture layers did; None for a dense model.
-    """
-
-    hidden: jax.Array
-    router: RouterOutput | None
+    hidden: jax.Array  # [B, T, D] after the final norm, in the compute dtype
+    router: RouterOutput | None  # what the mixture layers did; None for a dense model
 
 
 def forward(
@@ -79,13 +69,11 @@ def forward(
 
     Args:
         params: as ``init_params`` or ``load_params`` give them.
-        cfg: the model.
         tokens: int32 ``[B, T]``.
         segment_ids: int32 ``[B, T]``; 0 is padding, on any side; other values are the sequences of a packed row. None:
             every token is one sequence's.
         positions: int32 ``[B, T]`` within the segment. None: counted from each segment's first token.
         routed_experts: int32 ``[B, T, L, K]`` to replay, ``NATIVE_ROUTE`` where there is no record; None: no replay.
-        options: how to compute.
 
     Raises:
         ValueError: ``routed_experts`` of another shape, or for a dense model; rows that a mesh does not divide.
@@ -120,13 +108,8 @@ def forward(
 
 @struct.dataclass
 class KVCache:
-    """Keys and values of S slots, each a sequence of up to M positions.
-
-    Attributes:
-        keys: ``[n, S, KV, M, h]`` of n layers: one array per layer run, or one per layer (n = 1), which a decode step
-            reads where it is.
-        values: likewise.
-    """
+    """Keys and values of S slots, each a sequence of up to M positions: ``[n, S, KV, M, h]`` of n layers, one array per
+    layer run, or one per layer (n = 1), which a decode step reads where it is."""
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
@@ -174,17 +157,11 @@ def cache_bytes(cfg: ModelConfig, n_slots: int, max_len: int, dtype: DTypeLike) 
 
 @struct.dataclass
 class ExtendOutput:
-    """Result of ``extend``.
+    """Result of ``extend``; meaningless at invalid entries."""
 
-    Attributes:
-        hidden: ``[R, C, D]`` after the final norm; meaningless at invalid entries.
-        cache: with the new keys and values.
-        routed_experts: int32 ``[R, C, L, K]``, or None for a dense model; meaningless at invalid entries.
-    """
-
-    hidden: jax.Array
-    cache: KVCache
-    routed_experts: jax.Array | None
+    hidden: jax.Array  # [R, C, D] after the final norm
+    cache: KVCache  # with the new keys and values
+    routed_experts: jax.Array | None  # int32 [R, C, L, K]; None for a dense model
 
 
 def extend(
@@ -206,14 +183,12 @@ def extend(
 
     Args:
         params: the policy's, as they are or from ``split_layers``.
-        cfg: the model.
         cache: of S slots.
         tokens: int32 ``[R, C]``.
         start: int32 ``[R]``.
         n_valid: int32 ``[R]``, 0 .. C; ``start + n_valid <= M`` is the caller's to keep.
         slots: int32 ``[R]``, the distinct slots that the rows belong to (rows with ``n_valid`` 0 may repeat one). None:
             row ``r`` is slot ``r``, and R = S.
-        options: how to compute.
         selection_noise: float32 ``[R, C, L, E]`` added to the router logits that choose experts, see ``moe_mlp``.
     """
     C, M = tokens.shape[1], cache.max_len
@@ -359,7 +334,7 @@ def _check_routes(cfg: ModelConfig, tokens: jax.Array, routed_experts: jax.Array
     if routed_experts.shape != expected:
         raise ValueError(
             f"routed_experts has shape {routed_experts.shape}, expected [B, T, L, K] = {expected}: they "
-            "come from another model, or the axes are in another order (see model.validate_routes)"
+            "come from another model, or the axes are in another order (see data.records.check_routes)"
         )
 
 
@@ -372,18 +347,3 @@ def _gather_routers(routers: list[RouterOutput | None]) -> RouterOutput | None:
     return joined.replace(  # type: ignore[attr-defined]  # flax.struct adds replace at run time
         indices=jnp.moveaxis(joined.indices, 0, 2), logits=jnp.moveaxis(joined.logits, 0, 2), tokens=joined.tokens[0]
     )
-
-
-def flops_per_token(cfg: ModelConfig, context: int) -> int:
-    """Multiply-adds times two of one token's forward pass, head included, attending to ``context`` positions."""
-    D, h = cfg.hidden_size, cfg.head_dim
-    attention = (
-        D * h * (2 * cfg.num_attention_heads + 2 * cfg.num_key_value_heads) + 2 * context * cfg.num_attention_heads * h
-    )
-    moe = len(cfg.moe_layers)
-    expert = D * cfg.num_experts + 3 * D * cfg.moe_intermediate_size * cfg.num_experts_per_tok
-    dense = 3 * D * cfg.intermediate_size
-    total = (
-        cfg.num_hidden_layers * attention + moe * expert + (cfg.num_hidden_layers - moe) * dense + D * cfg.vocab_size
-    )
-    return int(math.prod((2, total)))

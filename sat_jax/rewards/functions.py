@@ -1,17 +1,19 @@
 """Reward functions: how they are named, called and answered.
 
-A reward is any importable ``module:function`` with the signature ``(prompt, response, answer, metadata)`` or verl's
-``compute_score(data_source, solution_str, ground_truth, extra_info)``, and returns a number or a mapping with one.
+A reward is any importable ``module:function`` or ``file.py:function`` with the signature ``(prompt, response, answer,
+metadata)`` or verl's ``compute_score(data_source, solution_str, ground_truth, extra_info)``, and returns a number or a
+mapping with one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from sat_jax.names import load_object
 
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _OWN = ("prompt", "response", "answer", "metadata")
@@ -22,37 +24,27 @@ FAILED_VERDICTS = frozenset({"timeout", "crashed", "error"})
 
 @dataclasses.dataclass(frozen=True)
 class GradeJob:
-    """One response to be graded.
+    """One response to be graded."""
 
-    Attributes:
-        prompt: the rendered prompt.
-        response: the decoded response, special tokens removed.
-        answer: the reference answer.
-        source: name of the data source.
-        metadata: what else the source said about the problem; has to survive pickling.
-    """
-
-    prompt: str
-    response: str
-    answer: str
-    source: str = ""
+    prompt: str  # rendered
+    response: str  # decoded, special tokens removed
+    answer: str  # the reference
+    source: str = ""  # name of the data source
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What else the source said about the problem; has to survive pickling."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Grade:
-    """What a response is worth.
-
-    Attributes:
-        reward: finite; the grader's ``failed_reward`` where ``failed``.
-        verdict: the reward function's own word (``correct``, ``wrong``, ``unparsed``; ``graded`` where it has none), or
-            ``timeout``, ``crashed`` or ``error`` where there is no grade to be had.
-        info: whatever else the reward function returned; ``error`` says why a grading failed.
-    """
+    """What a response is worth."""
 
     reward: float
+    """Finite; 0 where ``failed``."""
     verdict: str
+    """The reward function's own word (``correct``, ``wrong``, ``unparsed``; ``graded`` where it has none), or
+    ``timeout``, ``crashed`` or ``error`` where there is no grade to be had."""
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Whatever else the reward function returned; ``error`` says why a grading failed."""
 
     @property
     def failed(self) -> bool:
@@ -64,23 +56,20 @@ RewardFunction = Callable[[GradeJob], Grade]
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """Import ``module:function`` and adapt it.
+    """Import ``module:function`` or ``file.py:function`` and adapt it.
 
     Raises:
         ValueError: the spec is malformed, the module cannot be imported, or has no such function, or that takes other
             parameters.
     """
-    module_name, colon, name = spec.partition(":")
-    if not colon or not module_name or not name:
-        raise ValueError(f"reward {spec!r}: write module:function, like sat_jax.rewards.math:grade")
     try:
-        module = importlib.import_module(module_name)
+        function = load_object(spec, "reward")
     except Exception as error:  # a module may fail to import in any way
-        raise ValueError(f"reward {spec}: {module_name} cannot be imported ({error!r}); is it on the path?") from error
-    function = getattr(module, name, None)
+        if isinstance(error, ValueError) and str(error).startswith("reward"):
+            raise
+        raise ValueError(f"reward {spec}: its module cannot be imported ({error!r})") from error
     if not callable(function):
-        near = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_"))
-        raise ValueError(f"reward {spec}: {module_name} has no function {name}; it has {near or 'none'}")
+        raise ValueError(f"reward {spec} is of type {type(function).__name__}: name a function")
     return adapt_reward(function)
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from sat_jax.rewards.functions import Grade, GradeJob, adapt_reward, load_reward, run_reward
 
 if TYPE_CHECKING:  # the nouns import jax, which worker processes must not pay for
-    from sat_jax.types import Group, Prompt, Trajectory
+    from sat_jax.types import Group
 
 _MOST_AT_ONCE = 16
 """Jobs sent to a worker in one message: a round trip costs more than most gradings."""
@@ -47,7 +47,6 @@ class Grader:
         workers: processes; 0 grades in the caller's thread without any protection: for cheap, trusted functions only.
         timeout_s: seconds that one grading may take before its worker is killed and the grade is a ``timeout``.
         memory_mb: address space of a worker in MiB, or 0 for no limit; a grading that exceeds it fails.
-        failed_reward: reward of responses whose grading failed (``Grade.failed``).
 
     Attributes:
         counts: how many grades there were of each verdict.
@@ -64,7 +63,6 @@ class Grader:
         workers: int = 2,
         timeout_s: float = 10.0,
         memory_mb: int = 4096,
-        failed_reward: float = 0.0,
     ) -> None:
         if workers < 0:
             raise ValueError(f"workers = {workers}: use 0 to grade in this process, or at least 1")
@@ -72,7 +70,6 @@ class Grader:
             raise ValueError(f"timeout_s = {timeout_s}: a grading needs a positive time limit in seconds")
         self.counts: Counter[str] = Counter()
         self.restarts = 0
-        self._failed_reward = failed_reward
         self._timeout_s = timeout_s
         self._pending: deque[_Entry] = deque()
         self._change = threading.Condition()
@@ -124,12 +121,13 @@ class Grader:
 
     def grade_groups(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with ``reward`` and ``reward_info`` (with the ``verdict``) of every trajectory filled in."""
-        jobs = [job_of(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
-        grades = iter(self.grade(jobs))
-        return [
-            dataclasses.replace(group, trajectories=tuple(with_grade(t, next(grades)) for t in group.trajectories))
-            for group in groups
-        ]
+        asked = [(group.prompt, t) for group in groups for t in group.trajectories]
+        grades = self.grade([GradeJob(p.text, t.text, p.answer, p.source, p.metadata) for p, t in asked])
+        graded = (
+            dataclasses.replace(t, reward=grade.reward, reward_info={**grade.info, "verdict": grade.verdict})
+            for (_, t), grade in zip(asked, grades, strict=True)
+        )
+        return [dataclasses.replace(g, trajectories=tuple(next(graded) for _ in g.trajectories)) for g in groups]
 
     def close(self) -> None:
         """Kill the workers; what was not graded is cancelled. Closing twice does nothing."""
@@ -157,7 +155,7 @@ class Grader:
 
     def _finish(self, future: Future[Grade], grade: Grade) -> None:
         if grade.failed:
-            grade = dataclasses.replace(grade, reward=self._failed_reward)
+            grade = dataclasses.replace(grade, reward=0.0)
         with self._change:
             self.counts[grade.verdict] += 1
         with contextlib.suppress(InvalidStateError):  # its owner cancelled it meanwhile
@@ -320,13 +318,3 @@ def _pickled(job: GradeJob) -> bytes:
             f"metadata of a prompt from {job.source or '?'} cannot be sent to a worker ({error}): "
             "keep plain values in it"
         ) from error
-
-
-def job_of(prompt: Prompt, trajectory: Trajectory) -> GradeJob:
-    """What the verifier needs to know of one response."""
-    return GradeJob(prompt.text, trajectory.text, prompt.answer, prompt.source, prompt.metadata)
-
-
-def with_grade(trajectory: Trajectory, grade: Grade) -> Trajectory:
-    """The trajectory with its reward; the verdict joins ``reward_info``."""
-    return dataclasses.replace(trajectory, reward=grade.reward, reward_info={**grade.info, "verdict": grade.verdict})

@@ -16,15 +16,10 @@ from sat_jax.rewards.extract import Policy, extract_answer
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What the verifier says of one response.
-
-    Attributes:
-        verdict: ``correct``, ``wrong`` or ``unparsed``.
-        parsed: the final answer as the response spells it, or None.
-    """
+    """What the verifier says of one response."""
 
     verdict: Literal["correct", "wrong", "unparsed"]
-    parsed: str | None
+    parsed: str | None  # the final answer as the response spells it
 
 
 def verify(response: str, answer: str, policy: Policy = "marked") -> Verification:

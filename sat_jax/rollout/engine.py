@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Protocol
 
 from sat_jax.checked import Checked, Count, Natural, NonNegative, Range
-from sat_jax.types import Prompt, Trajectory
+from sat_jax.types import MIN_TEMPERATURE, Prompt, Trajectory
 
 MAX_SEED = 2**32 - 1
 
@@ -49,6 +49,9 @@ class SamplingParams(Checked, section="sampling"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            rule = f"must be at least {MIN_TEMPERATURE}, or 0 for greedy decoding"
+            raise ValueError(f"sampling.temperature = {self.temperature}: {rule}")
         if not all(self.stop):
             raise ValueError(f"sampling.stop = {self.stop!r}: an empty string ends every response; leave it out")
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from sat_jax.checked import INT_MAX
-from sat_jax.data.batching import Routes, Support
+from sat_jax.data.records import Routes, Support
 from sat_jax.rollout.engine import Engine, Request, SamplingParams
 from sat_jax.testing.watched import BrokenRuleError, EngineSuite, WatchedCall, shown
 from sat_jax.types import Prompt, Trajectory

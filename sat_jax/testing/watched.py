@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from sat_jax.data.batching import Routes, Support, make_batch
+from sat_jax.data.batching import make_batch
+from sat_jax.data.records import Routes, Support
 from sat_jax.rollout.engine import Engine, Request, SamplingParams
 from sat_jax.types import FinishReason, Group, Prompt, Trajectory
 

@@ -14,8 +14,8 @@ from jax.sharding import AxisType
 
 from sat_jax import hub, kernels, model
 from sat_jax.config import ExperimentConfig
-from sat_jax.data.batching import Routes, Support
 from sat_jax.data.prompts import PromptReport, load_prompts
+from sat_jax.data.records import Routes, Support
 from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.data.toy import SortTask, write_tokenizer
 from sat_jax.learner import LearnerSpec, adam, learning_rate

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from sat_jax import model
-from sat_jax.data.batching import Routes, Support
+from sat_jax.data.records import Routes, Support
 from sat_jax.rollout.engine import SamplingParams
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.testing import FakeEngine, check_engine
@@ -74,8 +74,8 @@ def test_the_local_engine():
     check_local(tokenizer=Letters(), routes=Routes(1, 2, 4))
 
 
-def test_the_local_engine_with_numpy_weights_and_recomputed_caches():
-    check_local(kind=np.array, routes=Routes(1, 2, 4), engine={"kv_on_swap": "recompute"})
+def test_the_local_engine_with_numpy_weights():
+    check_local(kind=np.array, routes=Routes(1, 2, 4))
 
 
 def test_the_local_engine_that_records_supports():

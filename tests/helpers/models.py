@@ -75,3 +75,8 @@ def run(cfg, params, tokens, segment_ids=None, positions=None, routed_experts=No
     """Forward, logits and token log-probs in one program."""
     out = model.forward(params, cfg, tokens, segment_ids, positions, routed_experts, options)
     return out, model.logits(params, cfg, out.hidden), model.token_log_probs(params, cfg, out.hidden, tokens)
+
+
+def agreement(router: model.RouterOutput) -> float:
+    """Share of recorded (token, layer) expert sets that the router would choose too."""
+    return float(router.agreed.sum() / router.recorded.sum())

@@ -21,78 +21,46 @@ from sat_jax.rollout.local.sampling import RowParams, sample, sample_recorded, u
 
 @dataclasses.dataclass(frozen=True)
 class EngineShape:
-    """Everything that the programs are compiled for.
-
-    Attributes:
-        cfg: the model.
-        slots: S, responses decoded side by side.
-        max_len: M, positions of a slot: prompt and response together.
-        decode_steps: most tokens of one dispatch.
-        prefill_rows: W, prompts prefilled side by side.
-        prefill_chunks: widths C of a prefill chunk, ascending. How a prompt is cut depends on its own length alone.
-        eos_ids: tokens that end a response.
-        selection_noise: standard deviation of the noise on router logits when experts are *selected*; the gate weights
-            are those of the unperturbed logits. A laboratory stand-in for kernels that route differently.
-        split_layers: weights layer by layer rather than stacked: faster decoding, longer compilation.
-        options: of the forward pass.
-        support: most tokens of a recorded support; 0: none is recorded.
-    """
+    """Everything that the programs are compiled for."""
 
     cfg: model.ModelConfig
-    slots: int
-    max_len: int
-    decode_steps: int
-    prefill_rows: int
-    prefill_chunks: tuple[int, ...]
-    eos_ids: tuple[int, ...]
+    slots: int  # S, responses decoded side by side
+    max_len: int  # M, positions of a slot: prompt and response together
+    decode_steps: int  # most tokens of one dispatch
+    prefill_rows: int  # W, prompts prefilled side by side
+    prefill_chunks: tuple[int, ...]  # widths C, ascending; how a prompt is cut depends on its own length alone
+    eos_ids: tuple[int, ...]  # tokens that end a response
     selection_noise: float
-    split_layers: bool
+    """Standard deviation of the noise on router logits when experts are *selected*; the gate weights are those of the
+    unperturbed logits. A laboratory stand-in for kernels that route differently."""
+    split_layers: bool  # weights layer by layer rather than stacked: faster decoding, longer compilation
     options: model.ForwardOptions
-    support: int = 0
+    support: int = 0  # most tokens of a recorded support; 0: none is recorded
 
 
 @struct.dataclass
 class SlotState:
-    """What a decode dispatch reads of each slot, all [S].
+    """What a decode dispatch reads of each slot, all [S]."""
 
-    Attributes:
-        token: int32; fed next, at ``position``.
-        position: int32.
-        generated: int32; response tokens so far.
-        budget: int32; most response tokens.
-        active: bool; False: the slot is empty or has ended, and does nothing.
-        ignore_eos: bool.
-        rows: sampling settings.
-    """
-
-    token: jax.Array
-    position: jax.Array
-    generated: jax.Array
-    budget: jax.Array
-    active: jax.Array
-    ignore_eos: jax.Array
+    token: jax.Array  # int32; fed next, at ``position``
+    position: jax.Array  # int32
+    generated: jax.Array  # int32; response tokens so far
+    budget: jax.Array  # int32; most response tokens
+    active: jax.Array  # bool; False: the slot is empty or has ended, and does nothing
+    ignore_eos: jax.Array  # bool
     rows: RowParams
 
 
 @struct.dataclass
 class Decoded:
-    """What a decode dispatch made.
+    """What a decode dispatch made."""
 
-    Attributes:
-        tokens: int32 [N, S]; a slot's first ``emitted`` entries count.
-        log_probs: float32 [N, S].
-        routes: int16 [N, S, L, K] of the tokens that were *fed*, or None for dense models.
-        support: int32 [N, S, shape.support], or None where none is recorded.
-        emitted: int32 [S].
-        active: bool [S]; the slots that go on.
-    """
-
-    tokens: jax.Array
-    log_probs: jax.Array
-    routes: jax.Array | None
-    support: jax.Array | None
-    emitted: jax.Array
-    active: jax.Array
+    tokens: jax.Array  # int32 [N, S]; a slot's first ``emitted`` entries count
+    log_probs: jax.Array  # float32 [N, S]
+    routes: jax.Array | None  # int16 [N, S, L, K] of the tokens that were *fed*; None for dense models
+    support: jax.Array | None  # int32 [N, S, shape.support]; None where none is recorded
+    emitted: jax.Array  # int32 [S]
+    active: jax.Array  # bool [S]; the slots that go on
 
 
 class Programs:

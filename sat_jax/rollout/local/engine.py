@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,7 @@ from sat_jax.rollout.local.compiled import Decoded, EngineShape, programs_for
 from sat_jax.rollout.local.slots import Records
 from sat_jax.types import FinishReason, Trajectory
 
-KVOnSwap = Literal["keep", "recompute"]
-
-_UNROLLED_LAYERS, _SMALL_POLICY = 8, 1_000_000
+UNROLLED_LAYERS, SMALL_POLICY = 8, 1_000_000
 """Up to this depth, and from this many parameters on, layers are unrolled: about 1.15 times the tokens per second of a
 9 M-parameter policy on a CPU, for a second of compilation. Policies that fit into a cache gain nothing."""
 
@@ -46,7 +44,8 @@ class Decoder(Protocol):
 
 
 class LocalEngine:
-    """Samples with a JAX model in this process.
+    """Samples with a JAX model in this process. Weights may change in the middle of a response, whose keys and values
+    are kept as they are.
 
     Memory: on the device a KV cache of ``cache_bytes``, the weights (twice while new ones wait for their dispatch), and
     while decoding a working copy of one layer's keys and values; on the host a record of ``record_bytes``. None of it
@@ -58,27 +57,25 @@ class LocalEngine:
     Args:
         cfg: the model.
         params: its weights; copied.
-        tokenizer: for texts and stop strings; without one, texts are empty.
+        tokenizer: for texts, stop strings and the tokens that end a response; without one, texts are empty and the
+            model's configuration names those tokens.
         version: the policy version of ``params``.
         n_slots: responses decoded side by side.
         max_len: longest prompt plus budget.
-        eos_ids: tokens that end a response; None: the tokenizer's or, where it names none, those of the model's
-            configuration.
         dtype: of weights and cache, ``float32`` or ``bfloat16``; log-probs are float32 in any case.
         decode_steps: most tokens per dispatch; weights are swapped and slots refilled between two of them.
         prefill_rows: prompts prefilled side by side.
         prefill_chunks: widths of a prefill chunk.
-        kv_on_swap: what becomes of the keys and values of responses in flight when weights are swapped: kept, as if
-            nothing had happened, or recomputed with the new weights. Recorded experts stay those that produced the
-            recorded log-probs.
         selection_noise: see ``EngineShape``; 0 in every honest run.
         options: of the forward pass; its placement is the mesh that the engine samples on, and its rules cut the copy
             of the weights: they need not be those of ``params``.
         support: record the tokens that every sampled one was drawn from, at most so many; every request then has a
             temperature above 0 and a ``top_k`` from 1 to this. 0: nothing is recorded.
         device: where the engine samples, if not on a mesh and not where ``params`` are: rollout and learner overlap
-        only
-            on devices of their own. New weights are brought over.
+            only on devices of their own. New weights are brought over.
+
+    Attributes:
+        shape: everything that its programs are compiled for.
 
     Raises:
         ValueError: sizes below 1, a context longer than the model's, a support beyond ``MAX_SUPPORT`` or the
@@ -94,12 +91,10 @@ class LocalEngine:
         version: int = 0,
         n_slots: int = 64,
         max_len: int = 512,
-        eos_ids: Sequence[int] | None = None,
         dtype: str = "float32",
         decode_steps: int = 8,
         prefill_rows: int = PREFILL_ROWS,
         prefill_chunks: Sequence[int] = (16, 128),
-        kv_on_swap: KVOnSwap = "keep",
         selection_noise: float = 0.0,
         options: model.ForwardOptions | None = None,
         support: int = 0,
@@ -116,22 +111,22 @@ class LocalEngine:
         if device is not None and options is not None and options.placement is not None:
             raise ValueError(f"device = {device} and a mesh: the engine samples on one or the other, leave one out")
         declared = (tokenizer.eos_ids if tokenizer is not None else ()) or cfg.eos_token_id
-        self._shape = EngineShape(
+        self.shape = EngineShape(
             cfg=cfg,
             slots=n_slots,
             max_len=max_len,
             decode_steps=decode_steps,
             prefill_rows=min(prefill_rows, n_slots),
             prefill_chunks=tuple(sorted({min(c, max_len) for c in prefill_chunks})),
-            eos_ids=tuple(declared if eos_ids is None else eos_ids),
+            eos_ids=tuple(declared),
             selection_noise=selection_noise if cfg.moe_layers else 0.0,
-            split_layers=cfg.num_hidden_layers <= _UNROLLED_LAYERS and model.parameter_count(cfg) > _SMALL_POLICY,
+            split_layers=cfg.num_hidden_layers <= UNROLLED_LAYERS and model.parameter_count(cfg) > SMALL_POLICY,
             options=options or model.ForwardOptions(),
             support=support,
         )
-        self._programs = programs_for(self._shape)
-        self._tokenizer, self._dtype, self._kv_on_swap, self._device = tokenizer, dtype, kv_on_swap, device
-        placement, split = self._shape.options.placement, self._shape.split_layers
+        self._programs = programs_for(self.shape)
+        self._tokenizer, self._dtype, self._device = tokenizer, dtype, device
+        placement, split = self.shape.options.placement, self.shape.split_layers
         self._cache = model.init_cache(cfg, n_slots, max_len, dtype, placement, per_layer=split)
         if device is not None:
             self._cache = jax.device_put(self._cache, device)
@@ -141,7 +136,7 @@ class LocalEngine:
         self._pending: tuple[model.Params, int] | None = None
         self._aborted: set[str] | None = set()  # None: all
         self._busy = False
-        self._records = Records(self._shape)
+        self._records = Records(self.shape)
         self._new_routes: list[tuple[jax.Array, np.ndarray, np.ndarray, np.ndarray, dict[int, list[int]]]] = []
 
     # ------------------------------------------------------------------ the protocol
@@ -182,7 +177,8 @@ class LocalEngine:
         """See ``Engine``. What has finished is handed out while the device is already at the next tokens.
 
         Raises:
-            ValueError: an empty prompt; prompt and budget beyond ``max_len``; stop strings without a tokenizer.
+            ValueError: an empty prompt or an id outside the vocabulary; prompt and budget beyond ``max_len``; stop
+                strings without a tokenizer.
             RuntimeError: another ``generate`` is not finished.
         """
         if self._busy:
@@ -217,8 +213,7 @@ class LocalEngine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache."""
-        shape = self._shape
-        return model.cache_bytes(shape.cfg, shape.slots, shape.max_len, self._dtype)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache))
 
     @property
     def record_bytes(self) -> int:
@@ -227,7 +222,7 @@ class LocalEngine:
 
     def warm_up(self) -> None:
         """Compiles everything that a run can need; nothing is compiled afterwards."""
-        shape = self._shape
+        shape = self.shape
         nothing = np.zeros(shape.prefill_rows, np.int32)
         for width in shape.prefill_chunks:
             tokens = np.zeros((shape.prefill_rows, width), np.int32)
@@ -251,9 +246,6 @@ class LocalEngine:
             if self._pending is None:
                 return
             (self._params, self._version), self._pending = self._pending, None
-        if self._kv_on_swap == "recompute":
-            active = np.flatnonzero(self._records.active).tolist()
-            self._prefill([(slot, self._records.tokens[slot, : self._records.position[slot]]) for slot in active])
 
     def _pull(self, source: Iterator[Request | None]) -> tuple[list[Request], bool]:
         """Requests for the free slots; False once the source has ended."""
@@ -281,14 +273,15 @@ class LocalEngine:
         self._new_routes += [(*routes, siblings) for routes in self._prefill(prompts)]
         pairs = [(leader, other) for leader, others in siblings.items() for other in others]
         if pairs:
-            ends = np.zeros((2, self._shape.slots), np.int32)
+            ends = np.zeros((2, self.shape.slots), np.int32)
             ends[:, : len(pairs)] = np.transpose(pairs)
             self._cache = self._programs.copy_slots(self._cache, *ends, len(pairs))
 
     def _check(self, request: Request) -> None:
-        n, budget, limit = len(request.prompt.token_ids), request.params.max_new_tokens, self._shape.max_len
+        n, budget, limit = len(request.prompt.token_ids), request.params.max_new_tokens, self.shape.max_len
         if n < 1:
             raise ValueError(f"request {request.request_id}: the prompt is empty; give it at least one token")
+        self.shape.cfg.check_ids(request.prompt.token_ids, f"request {request.request_id}")
         if n + budget > limit:
             raise ValueError(
                 f"request {request.request_id}: {n} prompt tokens and a budget of {budget} exceed the engine's "
@@ -296,8 +289,8 @@ class LocalEngine:
             )
         if request.params.stop and self._tokenizer is None:
             raise ValueError(f"request {request.request_id}: stop strings need an engine with a tokenizer")
-        params, most = request.params, self._shape.support
-        if most and not (1 <= min(params.top_k, self._shape.cfg.vocab_size) <= most and params.temperature > 0):
+        params, most = request.params, self.shape.support
+        if most and not (1 <= min(params.top_k, self.shape.cfg.vocab_size) <= most and params.temperature > 0):
             raise ValueError(
                 f"request {request.request_id}: top_k = {params.top_k}, temperature = {params.temperature}: this "
                 f"engine records supports and needs top_k in 1 .. {most} and a temperature above 0"
@@ -306,7 +299,7 @@ class LocalEngine:
     def _prefill(self, prompts: Sequence[tuple[int, np.ndarray]]) -> list[PrefillRoutes]:
         """Fills slots with the keys and values of token ids; returns the routes, still on the device."""
         routes: list[PrefillRoutes] = []
-        W, narrowest = self._shape.prefill_rows, self._shape.prefill_chunks[0]
+        W, narrowest = self.shape.prefill_rows, self.shape.prefill_chunks[0]
         for first in range(0, len(prompts), W):
             rows = prompts[first : first + W]
             slots, seeds = np.zeros(W, np.int32), np.zeros(W, np.uint32)
@@ -314,7 +307,7 @@ class LocalEngine:
             seeds[: len(rows)] = [zlib.crc32(ids.tobytes()) for _, ids in rows]
             length, start = np.zeros(W, np.int32), np.zeros(W, np.int32)
             length[: len(rows)] = [len(ids) for _, ids in rows]
-            for width in reversed(self._shape.prefill_chunks):
+            for width in reversed(self.shape.prefill_chunks):
                 left = length - start
                 chunks = -(-left // width) if width == narrowest else left // width
                 for i in range(max(chunks.tolist())):
@@ -364,7 +357,7 @@ class LocalEngine:
             return self._records.release(slot, *cut)
         ids, request = self._records.response(slot), self._records.requests[slot]
         assert request is not None, f"slot {slot} is free"
-        stopped = not request.params.ignore_eos and int(ids[-1]) in self._shape.eos_ids
+        stopped = not request.params.ignore_eos and int(ids[-1]) in self.shape.eos_ids
         return self._records.release(slot, "stop" if stopped else "length", self._text(ids))
 
     def _stop(self, slot: int, request: Request, before: int) -> str | None:

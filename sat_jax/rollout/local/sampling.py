@@ -19,6 +19,9 @@ from sat_jax.types import NO_TOKEN
 _FLAT_VOCABULARY = 512
 """Up to this many tokens the draw takes one cumulative sum; beyond, one over blocks and one inside the block."""
 
+MASS_ROUNDING = 1e-6
+"""A mass this close to ``top_p`` has reached it: what float32 sums over a vocabulary are off by."""
+
 
 @struct.dataclass
 class RowParams:
@@ -46,40 +49,40 @@ class RowParams:
 def support_logits(logits: jax.Array, rows: RowParams) -> jax.Array:
     """Logits of the sampled distribution: divided by the temperature, ``-inf`` outside the support.
 
-    Temperature, then top-k (ties with the k-th kept), then top-p (the smallest set with at least that mass: in
-    ascending order, tokens whose inclusive cumulative probability is <= 1 - top_p go; the most likely one always stays;
-    ties with the least likely one kept stay), then min-p (probability below ``min_p`` times the largest goes), each on
-    the previous one's output. Greedy rows (temperature 0) come back unchanged.
-
-    Args:
-        logits: float32 [S, V].
-        rows: settings [S].
+    ``logits`` are float32 [S, V]; greedy rows (temperature 0) come back unchanged.
     """
     greedy = rows.temperature <= 0
     scaled = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None]
     truncating = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
-    # Sorting the vocabulary costs more than a small model's whole forward pass: skip it where no row needs it. A row
-    # that truncates nothing has threshold -inf and comes out bit-equal from either branch.
-    return jax.lax.cond(jnp.any(truncating), _truncate, lambda scaled, *_: scaled, scaled, rows, truncating)
+
+    def truncate() -> jax.Array:
+        least = least_likely_kept(jnp.sort(scaled, axis=-1, descending=True), rows)
+        return jnp.where(truncating[:, None] & (scaled < least), -jnp.inf, scaled)
+
+    # Sorting the vocabulary costs more than a small model's whole forward pass: skip it where no row needs it.
+    return jax.lax.cond(jnp.any(truncating), truncate, lambda: scaled)
 
 
-def _truncate(scaled: jax.Array, rows: RowParams, truncating: jax.Array) -> jax.Array:
-    V = scaled.shape[-1]
-    ascending = jnp.sort(scaled, axis=-1)
-    kth = jnp.take_along_axis(ascending, jnp.clip(V - rows.top_k, 0, V - 1)[:, None], axis=-1)
-    threshold = jnp.where((rows.top_k > 0)[:, None], kth, -jnp.inf)
+def least_likely_kept(likely: jax.Array, rows: RowParams) -> jax.Array:
+    """float32 [S, 1]: the scaled logit of the least likely token that the filters leave; its ties stay too.
 
-    kept = jnp.where(ascending >= threshold, ascending, -jnp.inf)
-    cumulative = jnp.cumsum(jax.nn.softmax(kept, axis=-1), axis=-1)
-    removed = (cumulative <= (1.0 - rows.top_p)[:, None]).at[:, -1].set(False)
-    smallest = jnp.min(jnp.where(removed | jnp.isneginf(kept), jnp.inf, kept), axis=-1, keepdims=True)
-    threshold = jnp.where((rows.top_p < 1)[:, None], smallest, threshold)
+    The one definition of top-k, top-p and min-p, each on what the previous one left. Top-p keeps the smallest set with
+    at least that mass: the tokens in front of which, in descending order, there is less than ``top_p``. At exact
+    boundaries rounding must not decide, hence ``MASS_ROUNDING``.
 
-    largest = ascending[:, -1:]
-    unlikely = (
-        jnp.exp(scaled - largest) < rows.min_p[:, None]
-    )  # probabilities relative to the largest: no renormalising
-    return jnp.where(truncating[:, None] & ((scaled < threshold) | unlikely), -jnp.inf, scaled)
+    Args:
+        likely: scaled logits [S, N], descending: of the whole vocabulary, or of its most likely tokens.
+        rows: settings.
+    """
+    kth = jnp.take_along_axis(likely, jnp.clip(rows.top_k - 1, 0, likely.shape[1] - 1)[:, None], axis=-1)
+    kept = (likely >= kth) | (rows.top_k == 0)[:, None]
+    probs = jax.nn.softmax(jnp.where(kept, likely, -jnp.inf), axis=-1)
+    in_front = jnp.cumsum(probs, axis=-1) - probs
+    enough = jnp.maximum(rows.top_p - MASS_ROUNDING, MASS_ROUNDING)[:, None]
+    kept &= (in_front < enough) | (rows.top_p >= 1)[:, None]
+    # Relative to the largest, so that nothing is renormalised.
+    kept &= jnp.exp(likely - likely[:, :1]) >= (rows.min_p * (1 - MASS_ROUNDING))[:, None]
+    return jnp.min(jnp.where(kept, likely, jnp.inf), axis=-1, keepdims=True)
 
 
 def draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
@@ -182,7 +185,7 @@ def sample_recorded(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Samples one token a row from at most ``size`` tokens, and says which they were.
 
-    The same filters as in ``support_logits`` on the ``top_k`` most likely tokens, found without sorting the vocabulary.
+    The filters are ``least_likely_kept``, on the ``top_k`` most likely tokens, found without sorting the vocabulary.
     Among tokens that tie with the ``top_k``-th, the lower ids are kept and the others are not sampled: what is recorded
     is what was sampled from, exactly.
 
@@ -199,12 +202,8 @@ def sample_recorded(
     scaled = logits.astype(jnp.float32) / rows.temperature[:, None]
     likely, ids = top_k(scaled, size)
     kept = jnp.arange(size) < jnp.where(rows.top_k > 0, rows.top_k, size)[:, None]
-    probs = jax.nn.softmax(jnp.where(kept, likely, -jnp.inf), axis=-1)
-    # Everything in front of the mass; ties with the least likely one of those stay.
-    nucleus = jnp.cumsum(probs, axis=-1) - probs < rows.top_p[:, None]
-    least = jnp.min(jnp.where(kept & nucleus, likely, jnp.inf), axis=-1, keepdims=True)
-    kept &= (likely >= least) | (rows.top_p >= 1)[:, None]
-    kept &= jnp.exp(likely - likely[:, :1]) >= rows.min_p[:, None]
+    likely = jnp.where(kept, likely, -jnp.inf)
+    kept &= likely >= least_likely_kept(likely, rows)
     log_probs = jax.nn.log_softmax(jnp.where(kept, likely, -jnp.inf), axis=-1)
     drawn = draw(jnp.exp(log_probs), uniform)[:, None]
     token, log_prob = (jnp.take_along_axis(x, drawn, axis=-1)[:, 0] for x in (ids, log_probs))

@@ -74,7 +74,7 @@ GOOD = lines({"response": "4", "answer": "4"})
             r"in\.jsonl line 2: every line needs a string 'answer', this one lacks it",
         ),
         (lines({"response": None, "answer": "4"}), (), "needs a string 'response', this one has a NoneType"),
-        (GOOD, ("--reward", "nonsense"), "write module:function"),
+        (GOOD, ("--reward", "nonsense"), r"write package\.module:name or file\.py:name"),
         (GOOD, ("--timeout", "0"), "timeout_s = 0"),
     ],
 )

@@ -129,7 +129,7 @@ def test_one_problem_with_two_answers_is_reported(plain_tokenizer: Tokenizer, wr
 
 
 def test_prompts_that_are_too_long(plain_tokenizer: Tokenizer, write: Write) -> None:
-    path = write("x.jsonl", lines({"question": "1", "answer": "2"}, {"question": "1234567890", "answer": "2"}))
+    path = write("x.jsonl", lines({"question": "12", "answer": "2"}, {"question": "1234567890", "answer": "2"}))
     with pytest.raises(
         ValueError, match=r"line 2: prompt \w+ has 10 tokens, max_prompt_len is 9: raise it, or set over"
     ):
@@ -137,8 +137,29 @@ def test_prompts_that_are_too_long(plain_tokenizer: Tokenizer, write: Write) -> 
     prompts = load_prompts(path, plain_tokenizer, PromptOptions(max_prompt_len=9, over_long="filter"))
     assert (len(prompts), prompts.report.n_too_long) == (1, 1)
     assert len(load_prompts(path, plain_tokenizer, PromptOptions(max_prompt_len=10))) == 2
-    with pytest.raises(ValueError, match="all 2 prompts are longer than max_prompt_len = 0"):
-        load_prompts(path, plain_tokenizer, PromptOptions(max_prompt_len=0, over_long="filter"))
+    with pytest.raises(ValueError, match="all 2 prompts are longer than max_prompt_len = 1"):
+        load_prompts(path, plain_tokenizer, PromptOptions(max_prompt_len=1, over_long="filter"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"max_prompt_len": 0},
+            "data.prompts.max_prompt_len = 0: must be at least 1 and below 2^31; the default is None",
+        ),
+        (
+            {"over_long": "drop"},
+            "data.prompts.over_long = 'drop': must be one of error, filter; the default is 'error'",
+        ),
+        ({"suffix": None}, "data.prompts.suffix = None: must be str, not NoneType; the default is ''"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        PromptOptions(**options)
+    assert str(caught.value) == says
+    assert hash(PromptOptions(max_prompt_len=5)) == hash(PromptOptions(max_prompt_len=5))
 
 
 GOOD = lines({"question": "1+1", "answer": "2"})
@@ -183,6 +204,7 @@ def test_other_encodings(plain_tokenizer: Tokenizer, tmp_path: Path) -> None:
         ("nowhere.jsonl", "prompt file nowhere.jsonl does not exist: give a"),
         ("toy:sort9/train", "is no toy task"),
         ("toy:sort6/train?size=x", "parameters are whole numbers"),
+        ("toy:sort6/train?size=-5", "is no toy task"),
         ("toy:sort6/train?sise=3", "is no toy task"),
         ("tfds:gsm8k", "names no split"),
     ],

@@ -154,9 +154,9 @@ def test_template_file_wins_over_the_config(folder: Path) -> None:
 def test_named_templates(folder: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
     edit(folder / "tokenizer_config.json", chat_template=named)
-    tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.render_chat(USER) == "plain"
-    assert tokenizer.render_chat(USER, tools=[{"type": "function"}]) == "1 tools"
+    assert Tokenizer.from_folder(folder).render_chat(USER) == "plain"
+    edit(folder / "tokenizer_config.json", chat_template=named[1:])
+    assert not Tokenizer.from_folder(folder).has_chat_template
     edit(folder / "tokenizer_config.json", chat_template={"default": "x"})
     with pytest.raises(ValueError, match="must be a string or a list of"):
         Tokenizer.from_folder(folder)

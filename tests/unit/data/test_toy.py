@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sat_jax.data.prompts import load_prompts
 from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.data.toy import SYMBOLS, SortTask, write_tokenizer
 from sat_jax.rewards.toy import exact_match
@@ -28,8 +29,9 @@ def test_tokenizer_is_loaded_like_any_other(tokenizer: Tokenizer) -> None:
 
 def test_no_permutation_of_a_test_problem_is_trained_on(tokenizer: Tokenizer) -> None:
     task = SortTask()
-    train = {p.answer for p in task.prompts(tokenizer, "train", 20_000)}
-    test = {p.answer for p in task.prompts(tokenizer, "test", 2_000)}
+    train, test = (
+        {task.answer(p) for p in task.problems(split, n)} for split, n in (("train", 20_000), ("test", 2_000))
+    )
     assert not train & test
     demonstrated, _ = task.demonstrations(np.random.default_rng(0), 5_000)
     answers = {tokenizer.decode(sorted(row[:-1])) for row in demonstrated}
@@ -39,15 +41,14 @@ def test_no_permutation_of_a_test_problem_is_trained_on(tokenizer: Tokenizer) ->
 
 
 def test_prompts(tokenizer: Tokenizer) -> None:
-    prompts = SortTask().prompts(tokenizer, "train", 500, seed=3)
-    assert len({p.prompt_id for p in prompts}) == 500
-    assert [p.prompt_id for p in prompts] == [p.prompt_id for p in SortTask().prompts(tokenizer, "train", 500, seed=3)]
-    assert [p.prompt_id for p in prompts] != [p.prompt_id for p in SortTask().prompts(tokenizer, "train", 500, seed=4)]
-    for p in prompts[:50]:
-        assert p.text == p.prompt_id + "="
+    problems = SortTask().problems("train", 500, seed=3)
+    assert len(set(problems)) == 500
+    assert problems == SortTask().problems("train", 500, seed=3)
+    assert problems != SortTask().problems("train", 500, seed=4)
+    for problem, p in zip(problems, load_prompts("toy:sort6/train?size=50&seed=3", tokenizer), strict=False):
+        assert p.text == problem + "="
         assert tokenizer.decode(p.token_ids) == p.text
-        assert p.answer == "".join(sorted(p.prompt_id))
-        assert p.token_ids.dtype == np.int32
+        assert p.answer == "".join(sorted(problem))
 
 
 def test_demonstrations_are_the_mixture(tokenizer: Tokenizer) -> None:
@@ -70,13 +71,13 @@ def test_demonstrations_repeat_with_the_seed() -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_small_tasks_and_bad_ones(tokenizer: Tokenizer) -> None:
-    assert len(SortTask(n_digits=2).prompts(tokenizer, "train", 50)) == 50
+def test_small_tasks_and_bad_ones() -> None:
+    assert len(SortTask(n_digits=2).problems("train", 50)) == 50
     with pytest.raises(ValueError, match="200 train problems wanted"):
-        SortTask(n_digits=2).prompts(tokenizer, "train", 200)
-    for bad in ({"n_digits": 0}, {"held_out": 1.0}, {"ascending": 0.7, "descending": 0.7}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            SortTask(**bad)
+        SortTask(n_digits=2).problems("train", 200)
+    for bad in (0, 7):
+        with pytest.raises(ValueError, match=rf"SortTask.n_digits = {bad}: must lie in \[1, 6\]"):
+            SortTask(bad)
 
 
 @pytest.mark.parametrize(

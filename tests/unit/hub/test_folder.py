@@ -53,9 +53,10 @@ def test_saving_writes_the_very_tensors_that_were_read(name, tmp_path):
 
 @pytest.mark.parametrize("cfg", [MIXED, LLAMA], ids=["mixed", "llama-with-biases"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_shards_and_index(cfg, dtype, tmp_path):
+def test_shards_and_index(cfg, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_folder, "SHARD_BYTES", 8_000)
     params = jax.tree.map(lambda x: x.astype(dtype), init(cfg))
-    hub.save_hf(tmp_path / "out", cfg, params, max_shard_bytes=8_000)
+    hub.save_hf(tmp_path / "out", cfg, params)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2
@@ -142,7 +143,7 @@ def test_any_part_of_a_parameter_can_be_read(name, tmp_path):
     hub.save_hf(tmp_path / "model", LLAMA, params)
     row = next(p for p in model.parameter_table(LLAMA) if p.name == name)
     part = tuple((n // 4, n // 2) for n in row.shape[1:])
-    found = hub_folder._read(Checkpoint(tmp_path / "model"), row, (1,), part)
+    found = Checkpoint(tmp_path / "model").part(row, (1,), part)
     whole = np.asarray(functools.reduce(lambda tree, key: tree[key], row.path, params))
     np.testing.assert_array_equal(found, whole[(1, *(slice(*span) for span in part))])
 
@@ -157,6 +158,30 @@ def test_missing_and_left_over_tensors_are_listed(folder):
         hub.load_params(folder)
     assert "missing model.layers.1.mlp.experts.5.up_proj.weight;" in str(error.value)
     assert "left over model.layers.1.mlp.shared_expert.up_proj.weight:" in str(error.value)
+
+
+@pytest.mark.parametrize("stale_first", [True, False])
+def test_the_index_decides_between_two_copies_of_a_tensor(folder, stale_first):
+    """Whatever the order of the files: an interrupted re-export leaves superseded tensors in other shards."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    stale = {name: tensors[name] + 1 for name in ("model.norm.weight", "lm_head.weight")}
+    first, second = ("model-1.safetensors", "model-2.safetensors")[:: 1 if stale_first else -1]
+    kept = {name: tensors.pop(name) for name in list(tensors)[::2] if name not in stale}
+    save_file(kept | stale, folder / first)
+    save_file(tensors, folder / second)
+    weight_map = dict.fromkeys(kept, first) | dict.fromkeys(tensors, second)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    same(hub.load_params(folder), load("moe_top4_norm")[1])
+
+
+def test_a_tensor_that_only_a_shard_knows_is_left_over(folder):
+    names = list(load_file(folder / "model.safetensors"))
+    rewrite(folder, lambda tensors: tensors.update({"model.extra": np.zeros(1, np.float32)}))
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"left over model\.extra"):
+        hub.load_params(folder)
 
 
 def test_wrong_shape_dtype_and_values(folder):

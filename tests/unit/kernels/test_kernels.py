@@ -1,9 +1,10 @@
-"""The Pallas twins against the reference: any shape, packed rows, a simulated TPU; every rule is in tests/conformance."""
+"""The Pallas twins against the reference: any shape, packed rows, a simulated TPU. tests/conformance has every rule."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,35 @@ from sat_jax.losses import LossConfig
 from sat_jax.testing.rules import compiled
 from sat_jax.testing.rules import sample_inputs as batch
 from tests.helpers.kernel import kernel, same
+from tests.helpers.subjects import subjects
+
+
+@pytest.mark.parametrize("name", ["rule-ppo", "rule-kpop", "rule-sat", "sat-gspo"])
+def test_float32_stays_float32_where_float64_is_switched_on(name: str) -> None:
+    config, inputs = subjects()[name], batch()
+    expected = compiled(config)(inputs)
+    with jax.enable_x64(True):
+        (loss, metrics), gradient = kernel.__wrapped__(config)(inputs)  # a program of its own
+    assert loss.dtype == gradient.dtype == jnp.float32
+    same(((loss, metrics), gradient), expected)
+
+
+def test_a_float64_array_beside_float32_log_probs_is_narrowed() -> None:
+    inputs, config = batch(), losses.method("grpo")
+    with jax.enable_x64(True):
+        wide = inputs.replace(advantages=jnp.asarray(np.asarray(inputs.advantages), jnp.float64))
+        found = kernel.__wrapped__(config)(wide)
+    same(found, compiled(config)(inputs))
+
+
+def test_float64_log_probs_are_refused_or_left_to_the_reference() -> None:
+    config = losses.method("sat-grpo")
+    with jax.enable_x64(True):
+        inputs = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, batch())
+        with pytest.raises(ValueError, match="compute in float32; cast log_probs, or use kernel 'reference'"):
+            kernels.make_loss(dataclasses.replace(config, kernel="pallas"))(inputs)
+        chosen = kernels.KernelLoss(config)  # as ``auto`` makes it on a TPU
+        np.testing.assert_array_equal(chosen(inputs)[0], losses.make_loss(config)(inputs)[0])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from sat_jax import learner, losses, model
-from sat_jax.data.batching import Routes, make_batch
+from sat_jax.data.batching import make_batch
+from sat_jax.data.records import Routes
 from sat_jax.types import Batch, Group, Prompt, Trajectory
 from tests.unit.learner.test_step import CONFIG, _spec
 

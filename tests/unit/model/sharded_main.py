@@ -46,7 +46,7 @@ def step(cfg: model.ModelConfig, options: model.ForwardOptions):
         )
         mask = (batch["segment_ids"] > 0).at[:, 0].set(False)
         value = -jnp.sum(jnp.where(mask, found.log_probs, 0)) / mask.sum()
-        return value + 0.01 * model.load_balancing_loss(out.router), (out.router.indices, out.router.agreement)
+        return value + 0.01 * model.load_balancing_loss(out.router), (out.router.indices, out.router.agreed.sum())
 
     def run(params, batch):
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
@@ -57,7 +57,7 @@ def step(cfg: model.ModelConfig, options: model.ForwardOptions):
 
 @functools.cache
 def alone(cfg: model.ModelConfig):
-    return jax.jit(step(cfg, model.ForwardOptions(moe="dense")))(init(cfg), problem(cfg))
+    return jax.jit(step(cfg, model.ForwardOptions(moe="slots")))(init(cfg), problem(cfg))
 
 
 def compare(cfg: model.ModelConfig, sizes: dict[str, int], moe: str, remat: str = "none") -> dict[str, object]:

@@ -4,13 +4,14 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from sat_jax import model
 from sat_jax.model import head
 from sat_jax.rollout.engine import SamplingParams
 from sat_jax.rollout.local.sampling import RowParams, sample_recorded, uniforms
-from sat_jax.types import NO_TOKEN
+from sat_jax.types import MIN_TEMPERATURE, NO_TOKEN
 from tests.helpers.models import LLAMA, MOE
 
 B, T, V, D = 3, 9, MOE.vocab_size, MOE.hidden_size
@@ -66,6 +67,36 @@ def test_temperature_divides_the_logits():
     hidden = jnp.zeros((1, 2, D)).at[..., 0].set(1.0)
     found = model.token_log_probs(params, MOE, hidden, jnp.zeros((1, 2), jnp.int32), temperature=0.5)
     np.testing.assert_allclose(found.log_probs[0, 1], -0.018150, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_support", [False, True])
+def test_the_lowest_temperature_works_with_extreme_logits(with_support):
+    """Log-probs are right and the gradients' norm is finite, for tokens that are likely and others that are not."""
+    params, hidden, tokens = inputs(7)
+    largest = float(jnp.abs(model.logits(params, MOE, hidden)).max())
+    params = jax.tree.map(lambda x: x * (1e4 / largest), params)
+    support = (tokens[..., None] + jnp.arange(3)) % V if with_support else None
+
+    def total(params, hidden):
+        found = model.token_log_probs(params, MOE, hidden, tokens, MIN_TEMPERATURE, support=support)
+        return jnp.sum(found.log_probs) + jnp.sum(found.entropy), found.log_probs
+
+    (_, log_probs), gradients = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(params, hidden)
+    assert np.isfinite(optax.tree.norm(gradients))
+    scaled = np.asarray(model.logits(params, MOE, hidden), np.float64)[:, :-1] / MIN_TEMPERATURE
+    if with_support:
+        inside = (np.asarray(support)[:, 1:, :, None] == np.arange(V)).any(2)
+        scaled = np.where(inside, scaled, -np.inf)
+    expected = scaled - np.logaddexp.reduce(scaled, axis=-1, keepdims=True)
+    expected = np.take_along_axis(expected, np.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(log_probs[:, 1:], expected, rtol=1e-5, atol=1e-7 * 1e4 / MIN_TEMPERATURE)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, -1.0, math.nan])
+def test_a_temperature_too_low_to_divide_by_is_refused(temperature):
+    params, hidden, tokens = inputs()
+    with pytest.raises(ValueError, match=rf"temperature = {temperature}: log-probs need at least 0.0001"):
+        model.token_log_probs(params, MOE, hidden, tokens, temperature)
 
 
 def test_the_whole_logits_never_exist():
@@ -153,9 +184,6 @@ def test_a_row_of_one_token_has_nothing_to_predict():
 def test_inactive_positions_cost_no_chunk():
     """The loop's trip count is read off the mask: a quarter of the positions, a quarter of the chunks."""
     params, hidden, tokens = (jnp.zeros((40, 8)), jnp.zeros((4, 65, 8)), jnp.zeros((4, 65), jnp.int32))
-    plan = head._plan(jnp.arange(256).reshape(1, 256) % 4 == 0, chunks=16, width=16)
-    static = head._Static(16, None, with_entropy=True, placement=None)
-    assert int(head._trips(plan, static)) == 4
     counted = []
 
     def project(hidden, matrix):
@@ -163,7 +191,7 @@ def test_inactive_positions_cost_no_chunk():
         return jnp.zeros((*hidden.shape[:-1], 40))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head, "_project", project)
+        patch.setattr(head, "project", project)
         active = jnp.arange(65) % 4 == jnp.ones((4, 1), int)
         model.token_log_probs({"embed": params, "head": params}, MOE, hidden, tokens, chunk_size=64, active=active)
         jax.effects_barrier()

@@ -57,8 +57,18 @@ def test_saving_and_loading_gives_the_same_bits(policy, tmp_path):
 
 def test_wrong_use_says_what_to_do(policy, tmp_path):
     cases = [
-        (lambda: policy.logits([[1, 512]]), "token id 512 lies outside the model's vocabulary of 512"),
-        (lambda: policy.logits([1, 2]), "give integers [B, T]"),
+        (
+            lambda: policy.logits([[1, 2], [1, 512]]),
+            "row 1, token 1: id 512 lies outside the model's vocabulary of 512",
+        ),
+        (lambda: policy.log_probs([[-1, 2]]), "row 0, token 0: id -1 lies outside the model's vocabulary of 512"),
+        (lambda: policy.generate([[1], [5, 99999]]), "prompt 1, token 1: id 99999 lies outside the model's vocabulary"),
+        (lambda: policy.logits([1, 2]), "give integers [B, T]; wrap a single row: [[1, 2, 3]]"),
+        (lambda: policy.logits([[1, 2], [3]]), "pad them, and give an attention_mask"),
+        (lambda: policy.generate([1, 2]), "prompt 0 = 1: give prompts as texts or as lists of ids; one prompt alone"),
+        (lambda: policy.generate(np.arange(3)), "one prompt alone is wrapped: [[1, 2, 3]]"),
+        (lambda: policy.generate([[1.5]]), "prompt 0 = [1.5]: give prompts as texts or as lists of ids"),
+        (lambda: policy.generate([[]]), "the prompt is empty"),
         (lambda: policy.log_probs([[1, 2]], [[1]]), "attention_mask has shape [1, 1]"),
         (
             lambda: policy.logits(np.zeros((1, 4097), np.int32)),
@@ -72,6 +82,7 @@ def test_wrong_use_says_what_to_do(policy, tmp_path):
         with pytest.raises(ValueError) as error:
             call()
         assert says in str(error.value)
+        assert "\n" not in str(error.value)
     folder = shutil.copytree(CHECKPOINTS / "dense_tied", tmp_path / "no-tokenizer")
     with pytest.raises(ValueError, match="no tokenizer"):
         load_policy(folder).generate(["text"])

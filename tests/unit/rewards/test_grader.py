@@ -38,12 +38,12 @@ def test_grades_come_back_in_order(pool: Grader) -> None:
 
 def test_one_endless_grading_costs_only_itself() -> None:
     """Fault 31: 4 gradings, one sleeps for ever, limit 1 s, two workers."""
-    with Grader(BEHAVE, workers=2, timeout_s=1.0, failed_reward=-0.5) as grader:
+    with Grader(BEHAVE, workers=2, timeout_s=1.0) as grader:
         start = time.monotonic()
         grades = grader.grade([job("sleep 600"), job("4"), job("5"), job("4")])
         assert time.monotonic() - start < 4
         assert [g.verdict for g in grades] == ["timeout", "graded", "graded", "graded"]
-        assert [g.reward for g in grades] == [-0.5, 1.0, 0.0, 1.0]
+        assert [g.reward for g in grades] == [0.0, 1.0, 0.0, 1.0]
         assert grades[0].failed
         assert grades[0].info["error"] == "took longer than 1 s"
         assert grader.restarts == 1
@@ -168,10 +168,11 @@ def test_groups_are_filled_in(pool: Grader) -> None:
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("nonsense", "write module:function"),
-        ("no_such_module_here:f", "no_such_module_here cannot be imported"),
-        (f"{sample_rewards.__name__}:behaves", "has no function behaves; it has .*behave"),
-        (f"{sample_rewards.__name__}:NOT_CALLABLE", "has no function NOT_CALLABLE"),
+        ("nonsense", r"write package\.module:name or file\.py:name"),
+        ("no_such_module_here:f", "there is no module no_such_module_here"),
+        ("no_such_file.py:f", r"there is no file .*no_such_file\.py"),
+        (f"{sample_rewards.__name__}:behaves", "has no 'behaves'; did you mean 'behave'"),
+        (f"{sample_rewards.__name__}:NOT_CALLABLE", "is of type int: name a function"),
         (
             f"{sample_rewards.__name__}:two",
             r"reward two\(a, b\): a reward takes \(prompt, response, answer, metadata\)",
@@ -182,6 +183,17 @@ def test_bad_rewards_are_refused_at_once(reward: str, message: str, workers: int
     with pytest.raises(ValueError, match=message) as raised:
         Grader(reward, workers=workers)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_of_ones_own_file(workers: int, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def length(prompt, response, answer, metadata):\n    return len(response)\n")
+    with Grader(f"{path}:length", workers=workers) as grader:
+        assert grader.grade([job("abc")])[0].reward == 3.0
+    path.write_text("raise ValueError('not today')\n")
+    with pytest.raises(ValueError, match=r"reward .*mine\.py:length: its module cannot be imported \(.*not today"):
+        Grader(f"{path}:length", workers=workers)
 
 
 def test_bad_settings() -> None:

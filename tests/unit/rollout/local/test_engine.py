@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from sat_jax import hub, model
-from sat_jax.data.batching import Support, check_support
+from sat_jax.data.records import Routes, Support, check_routes, check_support
 from sat_jax.rollout import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
-from sat_jax.rollout.local.compiled import EngineShape, programs_for
+from sat_jax.rollout.local.compiled import programs_for
 from sat_jax.types import NO_TOKEN, Prompt
 from tests.helpers import DATA, ROOT
 
@@ -91,7 +91,7 @@ def score(params, trajectory, *, cfg=CFG, replay=False, temperature=1.0):
     routes = None
     if replay:
         routes = np.full((1, SHAPE["max_len"], 2, 2), -1, np.int32)
-        routes[0, : len(ids)] = model.validate_routes(trajectory.routed_experts, cfg, len(ids), "test")
+        (routes[0, : len(ids) - 1],) = check_routes([trajectory], Routes(2, 2, 8))
     log_probs, indices = _score(cfg, params, tokens, len(ids), routes, temperature)
     P = len(trajectory.prompt_ids)
     return np.asarray(log_probs)[P : len(ids)], None if indices is None else np.asarray(indices)[: len(ids) - 1]
@@ -232,19 +232,18 @@ def cached_reference(stages, trajectory):
     return np.array(log_probs[P - 1 :], np.float32)
 
 
-@pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
-def test_weights_are_swapped_between_two_dispatches_of_a_response(params, other_params, kv_on_swap):
-    engine = LocalEngine(CFG, params, version=3, kv_on_swap=kv_on_swap, **SHAPE)
+def test_weights_are_swapped_between_two_dispatches_of_a_response(params, other_params):
+    """What was decoded before keeps its keys and values."""
+    engine = LocalEngine(CFG, params, version=3, **SHAPE)
     requests = [request(f"r{n}", n, dataclasses.replace(EVERY, max_new_tokens=10), n) for n in (3, 11)]
     trajectories = list(engine.generate(swap_after(engine, other_params, 4, requests, 1)))
     assert engine.version == 4
     for t in trajectories:
         np.testing.assert_array_equal(t.policy_versions, [3] * 4 + [4] * 6)
         np.testing.assert_allclose(t.log_probs[:4], score(params, t)[0][:4], atol=1e-5)
-        after, mixed = score(other_params, t)[0][4:], cached_reference({3: params, 4: other_params}, t)
-        kept, recomputed = (np.abs(t.log_probs[4:] - reference).max() for reference in (mixed[4:], after))
-        right, wrong = (kept, recomputed) if kv_on_swap == "keep" else (recomputed, kept)
-        assert right < 1e-5 < 1e-2 < wrong
+        mixed, anew = cached_reference({3: params, 4: other_params}, t)[4:], score(other_params, t)[0][4:]
+        kept, recomputed = (np.abs(t.log_probs[4:] - reference).max() for reference in (mixed, anew))
+        assert kept < 1e-5 < 1e-2 < recomputed
 
 
 def test_numpy_weights_are_copied_before_the_update_returns(engine, params):
@@ -320,24 +319,12 @@ def test_the_stated_memory_is_what_is_held(params):
     assert held() == before
 
 
-def test_sharing_a_prompt_needs_no_second_cache():
-    shape = EngineShape(
-        cfg=CFG,
-        slots=4,
-        max_len=32,
-        decode_steps=4,
-        prefill_rows=2,
-        prefill_chunks=(8,),
-        eos_ids=(1,),
-        selection_noise=0.0,
-        split_layers=False,
-        options=model.ForwardOptions(),
-    )
-    cache, pairs = model.init_cache(CFG, 4, 32, "float32"), np.zeros(4, np.int32)
-    size = sum(x.nbytes for x in jax.tree.leaves(cache))
-    usage = programs_for(shape).copy_slots.lower(cache, pairs, pairs, 0).compile().memory_analysis()
-    assert usage.alias_size_in_bytes == size, "the cache is updated in place"
-    assert usage.temp_size_in_bytes <= size / 4 + 1024, "one slot at a time"
+def test_sharing_a_prompt_needs_no_second_cache(engine):
+    cache, pairs = model.init_cache(CFG, SHAPE["n_slots"], SHAPE["max_len"], "float32"), np.zeros(4, np.int32)
+    compiled = programs_for(engine.shape).copy_slots.lower(cache, pairs, pairs, 0).compile()
+    usage = compiled.memory_analysis()
+    assert usage.alias_size_in_bytes == engine.cache_bytes, "the cache is updated in place"
+    assert usage.temp_size_in_bytes <= engine.cache_bytes / 4 + 1024, "one slot at a time"
 
 
 @pytest.mark.parametrize(
@@ -345,10 +332,14 @@ def test_sharing_a_prompt_needs_no_second_cache():
     [
         (request("long", 30), "30 prompt tokens and a budget of 9 exceed the engine's max_len = 32"),
         (request("none", 0), "the prompt is empty"),
+        (
+            Request("other", Prompt("other", "", np.array([2, 3, 40], np.int32), "", "test"), 0, EVERY, 0),
+            "token 2: id 40 lies outside the model's vocabulary of 40",
+        ),
     ],
 )
 def test_requests_that_do_not_fit_are_refused_by_name(engine, wanted, words):
-    with pytest.raises(ValueError, match=f"request {wanted.request_id}: .*{words}"):
+    with pytest.raises(ValueError, match=f"request {wanted.request_id}[:,] {words}"):
         list(engine.generate([wanted]))
     assert len(list(engine.generate([request("a")]))) == 1, "the engine is usable afterwards"
 
@@ -373,9 +364,10 @@ def test_impossible_sizes_are_refused(params, settings):
         LocalEngine(CFG, params, **(SHAPE | settings))
 
 
-@pytest.mark.parametrize("name", ["moe_top4_norm", "dense_tied"])
-def test_greedy_decoding_matches_the_golden_checkpoints(name):
+@pytest.mark.parametrize(("name", "split"), [("moe_top4_norm", True), ("dense_tied", False)])
+def test_greedy_decoding_matches_the_golden_checkpoints(name, split, monkeypatch):
     """transformers' generate: tokens exactly, log-probs at temperature 1."""
+    monkeypatch.setattr("sat_jax.rollout.local.engine.SMALL_POLICY", 0 if split else 10**9)
     folder = DATA / "model" / name
     cfg = hub.read_config(folder)
     golden = np.load(folder / "greedy.npz")
@@ -444,7 +436,7 @@ def test_a_device_and_a_mesh_exclude_each_other(params):
 
 def test_supports_are_recorded_for_every_token_and_every_version(params, other_params):
     """The learner's log-probs over the recorded supports are the engine's; weights change in flight."""
-    engine = LocalEngine(CFG, params, Letters(), support=6, kv_on_swap="recompute", **LEAN)
+    engine = LocalEngine(CFG, params, Letters(), support=6, **LEAN)
     sampling = dataclasses.replace(EVERY, top_k=6, top_p=0.8, temperature=0.8)
     requests = [request(name, params=sampling, seed=i) for i, name in enumerate("abcde")]
 
@@ -454,7 +446,7 @@ def test_supports_are_recorded_for_every_token_and_every_version(params, other_p
     sizes = set()
     for t in trajectories:
         assert t.support.shape == (9, 6)
-        assert check_support(t, t.request_id, Support(6, CFG.vocab_size)) is not None
+        assert check_support(t, Support(6, CFG.vocab_size)) is not None
         sizes |= set((t.support != NO_TOKEN).sum(axis=1).tolist())
         tokens = jnp.asarray(np.concatenate([t.prompt_ids, t.response_ids]))[None]
         support = np.full((1, tokens.shape[1], 6), NO_TOKEN, np.int32)

@@ -1,6 +1,7 @@
 """Sampling: golden distributions of transformers' warpers, the draw, and what a log-prob refers to."""
 
 import json
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from sat_jax.rollout.engine import Request, SamplingParams
 from sat_jax.rollout.local.sampling import RowParams, draw, sample, sample_recorded, support_logits, top_k, uniforms
-from sat_jax.types import NO_TOKEN, Prompt
+from sat_jax.types import MIN_TEMPERATURE, NO_TOKEN, Prompt
 from tests.helpers import DATA
 
 CASES = json.loads((DATA / "rollout" / "sampling_cases.json").read_text())["settings"]
@@ -143,6 +144,8 @@ def test_a_row_depends_on_its_own_seed_and_step_only():
     [
         ({"temperature": -1.0}, "temperature = -1.0"),
         ({"temperature": float("nan")}, "temperature = nan"),
+        ({"temperature": 1e-38}, "temperature = 1e-38: must be at least 0.0001, or 0 for greedy decoding"),
+        ({"temperature": MIN_TEMPERATURE / 2}, "temperature = 5e-05"),
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"top_k": -1}, "top_k = -1"),
         ({"min_p": 1.5}, "min_p = 1.5"),
@@ -177,6 +180,19 @@ _recorded = jax.jit(lambda logits, rows, step: sample_recorded(logits, rows, uni
 def recorded(logits, params):
     full, row_params, steps, n = padded(logits, params)
     return [np.asarray(x)[:n] for x in _recorded(full, row_params, steps)]
+
+
+def test_the_lowest_temperature_works_with_extreme_logits():
+    """There, sampling takes the argmax, whose log-prob is 0."""
+    logits = np.random.default_rng(0).uniform(-1e4, 1e4, (64, 300)).astype(np.float32)
+    settings = {"temperature": MIN_TEMPERATURE, "top_k": 5, "top_p": 0.9}
+    for tokens, log_probs, *_ in (
+        sampled(logits, rows(64, temperature=MIN_TEMPERATURE)),
+        sampled(logits, rows(64, **settings)),
+        recorded(logits, rows(64, **settings)),
+    ):
+        np.testing.assert_array_equal(tokens, np.argmax(logits, axis=-1))
+        np.testing.assert_array_equal(log_probs, np.zeros(64))
 
 
 def ids(support):
@@ -220,6 +236,50 @@ def test_ties_at_the_edge_of_the_nucleus_stay():
     assert ids(support[0]) == {0, 1, 2}
     kept = kept_logits(np.log([[0.5, 0.2, 0.2, 0.1]]), rows(1, top_k=4, top_p=0.6))
     np.testing.assert_array_equal(np.isfinite(kept[0]), [True, True, True, False])
+
+
+def survivors(weights, top_k, top_p, min_p):
+    """Exactly: the ``top_k`` largest of whole numbers, of those the fewest with the mass ``top_p``, of those the ones
+    with at least ``min_p`` times the largest; ties with the last one stay."""
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])[:top_k]
+    total, front, least = sum(weights[i] for i in order), 0, weights[order[0]]
+    for i in order:
+        if Fraction(front, total) < top_p and Fraction(weights[i], weights[order[0]]) >= min_p:
+            least = weights[i]
+        front += weights[i]
+    return {i for i in order if weights[i] >= least}
+
+
+def test_top_p_is_the_smallest_set_with_that_mass():
+    logits, params = np.log([[0.3, 0.15, 0.05, 0.5]]), rows(1, top_k=4, top_p=0.8)
+    assert ids(recorded(logits, params)[2][0]) == {0, 3}
+    assert np.flatnonzero(np.isfinite(kept_logits(logits, params)[0])).tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_paths_keep_the_same_tokens(seed):
+    """Random distributions with many ties; the filters' values lie on exact boundaries or anywhere between."""
+    rng = np.random.default_rng(seed)
+    logits, params, expected = np.full((ROWS, SIZE), -np.inf), [], []
+    for i in range(ROWS):
+        n = int(rng.integers(2, SIZE + 1))
+        weights = rng.integers(1, rng.choice([3, 10, 1000]), n).tolist()
+        ordered = sorted(weights, reverse=True)
+        top_k = int(rng.choice([k for k in range(1, n + 1) if k == n or ordered[k - 1] > ordered[k]]))
+        boundary = Fraction(sum(ordered[: rng.integers(1, top_k + 1)]), sum(ordered[:top_k]))
+        top_p = boundary if rng.random() < 0.5 else Fraction(int(rng.integers(1, 997)), 997)
+        share = Fraction(ordered[rng.integers(n)], ordered[0])
+        min_p = rng.choice([Fraction(0), share, Fraction(int(rng.integers(997)), 997)])
+        temperature = float(rng.choice([1.0, 0.7]))
+        logits[i, :n] = temperature * np.log(weights)
+        settings = {"top_k": top_k, "top_p": float(top_p), "min_p": float(min_p)}
+        params.append(SamplingParams(temperature=temperature, **settings))
+        expected.append(survivors(weights, top_k, top_p, min_p))
+    plain = [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in kept_logits(logits, params)]
+    tokens, _, support = recorded(logits, params)
+    assert plain == expected
+    assert [ids(row) for row in support] == expected
+    assert all(token in kept for token, kept in zip(tokens.tolist(), expected, strict=True))
 
 
 @pytest.mark.parametrize(("vocabulary", "k"), [(5000, 7), (4099, 64), (300, 300), (20, 1)])
