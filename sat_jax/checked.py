@@ -28,23 +28,18 @@ INT_MAX = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers that a field may take; infinity and nan never are.
-
-    Attributes:
-        low, high: bounds, inclusive; None: unbounded (integers: ``INT_MAX``).
-        above: the lower bound is exclusive.
-        below: the upper bound is exclusive.
-        why: what the number is, for the error: "it bounds an importance weight".
-    """
+    """The numbers that a field may take; infinity and nan never are. No bound: integers go up to ``INT_MAX``."""
 
     low: float | None = None
     high: float | None = None
     above: bool = False
+    """The lower bound is exclusive."""
     below: bool = False
+    """The upper bound is exclusive."""
     why: str = ""
+    """What the number is, for the error: "it bounds an importance weight"."""
 
     def holds(self, value: float) -> bool:
-        """Whether a finite number lies inside."""
         if self.low is not None and (value < self.low or (self.above and value == self.low)):
             return False
         return self.high is None or value < self.high or (value == self.high and not self.below)
@@ -92,8 +87,7 @@ class Checked:
 def check_fields(record: Any) -> None:
     """Every field of a dataclass against its type and its ``Range``; whole numbers in float fields become floats.
 
-    Raises:
-        ValueError: the first field that does not fit: name, value, rule, and the default as a remedy.
+    ``ValueError`` for the first field that does not fit: name, value, rule, and the default as a remedy.
     """
     cls: Any = type(record)
     for field, hint in _hints(cls):

@@ -18,19 +18,13 @@ everywhere."""
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """What one metric name stands for.
-
-    Attributes:
-        unit: as printed on an axis; empty for a pure number, ``share`` for a fraction in [0, 1].
-        description: one sentence without a full stop.
-        reduction: how partial results of micro-batches or devices combine; None: there are none, it is logged whole.
-        kind: ``scalar``, or ``histogram``: an object that maps a value to how often it occurred (``value_counts``).
-    """
+    """What one metric name stands for."""
 
     unit: str
+    """As printed on an axis; empty for a pure number, ``share`` for a fraction in [0, 1]."""
     description: str
     reduction: Reduction | None = None
-    kind: Literal["scalar", "histogram"] = "scalar"
+    """How partial results of micro-batches or devices combine; None: there are none, it is logged whole."""
 
 
 METRICS: dict[str, Metric] = {
@@ -82,13 +76,13 @@ METRICS: dict[str, Metric] = {
     ),
     "async/staleness_mean": Metric("versions", "mean lag of active tokens: learner version minus sampling version"),
     "async/staleness_max": Metric("versions", "largest lag among active tokens"),
-    "async/staleness_histogram": Metric("tokens", "active tokens of the batch by lag in versions", kind="histogram"),
+    "async/staleness_histogram": Metric("tokens", "active tokens of the batch by lag in versions"),
     "async/queue_groups": Metric("groups", "finished groups waiting in the queue when the batch was taken"),
     "async/dropped_stale": Metric("groups", "groups dropped or requeued so far because they were too old"),
     "async/delta_pi": Metric("nats", "mean |log ratio| owed to policy updates, eq. (2)", "mean"),
     "async/delta_impl": Metric("nats", "mean |log ratio| owed to kernels, precision and routing, eq. (2)", "mean"),
     "rollout/reward_mean": Metric("reward", "mean reward of the batch's responses"),
-    "rollout/reward_histogram": Metric("responses", "responses of the batch by reward", kind="histogram"),
+    "rollout/reward_histogram": Metric("responses", "responses of the batch by reward"),
     "rollout/accuracy": Metric("share", "responses of the batch that the verifier calls correct"),
     "rollout/response_len_mean": Metric("tokens", "mean response length"),
     "rollout/truncated_ratio": Metric("share", "responses ended by the token budget"),
@@ -126,12 +120,7 @@ def metrics_markdown() -> str:
 def value_counts(values: np.ndarray | Iterable[float], decimals: int = 2) -> dict[str, int]:
     """How often each value occurs, as a histogram metric holds it: ``value_counts([1, 1, 8]) == {"1": 2, "8": 1}``.
 
-    Args:
-        values: numbers of any shape, all finite.
-        decimals: values are rounded to this many places first, so that a continuous reward stays a short object.
-
-    Raises:
-        ValueError: a value that is NaN or infinite.
+    Finite numbers of any shape are first rounded to ``decimals``, so that a continuous reward stays a short object.
     """
     array = np.asarray(values, np.float64).ravel()
     if not np.isfinite(array).all():

@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -24,12 +25,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
 
 
-def load_object(spec: str, what: str = "object") -> Any:
-    """What ``spec`` names.
+def snake_case(name: str) -> str:
+    """``DualClip`` -> ``dual_clip``, ``SAT`` -> ``sat``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
-    Args:
-        spec: ``package.module:name`` or ``path/to/file.py:name``.
-        what: what is looked for, for the errors: ``reward``.
+
+def load_object(spec: str, what: str = "object") -> Any:
+    """What ``package.module:name`` or ``path/to/file.py:name`` names; ``what`` it is, for the errors: ``reward``.
 
     Raises:
         ValueError: no such form, file, module or name (with the nearest one). What the module itself raises while it is
@@ -47,11 +49,7 @@ def load_object(spec: str, what: str = "object") -> Any:
 
 def import_file(path: Path, what: str = "object") -> ModuleType:
     """A Python file as a module; the same content is imported once in a process. Its folder joins the import path, so
-    that it may import its neighbours as a script does.
-
-    Raises:
-        ValueError: there is no such file, or it is not Python.
-    """
+    that it may import its neighbours as a script does."""
     path = path.resolve()
     if not path.is_file():
         raise ValueError(f"{what}: there is no file {path}: check the path, or restore the file")
@@ -70,11 +68,10 @@ def import_file(path: Path, what: str = "object") -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up while it is being executed
     try:
         spec.loader.exec_module(module)
-    except SyntaxError as error:
+    except BaseException as error:
         del sys.modules[name]
-        raise ValueError(f"{what}: {path}, line {error.lineno}: {error.msg}") from error
-    except BaseException:
-        del sys.modules[name]
+        if isinstance(error, SyntaxError):
+            raise ValueError(f"{what}: {path}, line {error.lineno}: {error.msg}") from error
         raise
     return module
 
@@ -83,8 +80,7 @@ def import_path(cls: type) -> dict[str, str]:
     """How a class is found again: ``class`` is ``module:Class`` where the module is installed, else ``file.py:Class``
     absolute; ``sha256`` of its file where it is not sat_jax's own.
 
-    Raises:
-        ValueError: a class that nothing could import: defined in a function, or in an interactive session.
+    Classes that nothing could import, defined in a function or in an interactive session, are refused.
     """
     module = sys.modules.get(cls.__module__)
     file = _file_of(module)
@@ -103,8 +99,7 @@ def import_path(cls: type) -> dict[str, str]:
 def import_class(entry: dict[str, Any], where: str) -> type:
     """The class that ``import_path`` described; ``where`` names the place in the configuration for the errors.
 
-    Raises:
-        ValueError: it cannot be imported, or its file has changed since.
+    It is refused where its file has changed since.
     """
     path = str(entry["class"])
     file, content = Path(path.rpartition(":")[0]), entry.get("sha256")
@@ -113,9 +108,8 @@ def import_class(entry: dict[str, Any], where: str) -> type:
     try:
         cls = load_object(path, where)
     except ImportError as error:
-        raise ValueError(
-            f"{where}: {path} cannot be imported ({error}): install what it needs, as in the run"
-        ) from error
+        what = f"{where}: {path} cannot be imported ({error})"
+        raise ValueError(f"{what}: install what it needs, as in the run") from error
     if not isinstance(cls, type):
         raise ValueError(f"{where}: {path} is {cls!r}, not a class: restore the file that defined it")
     module_file = _file_of(sys.modules.get(cls.__module__))

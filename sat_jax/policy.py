@@ -25,33 +25,24 @@ _LENGTH_STEP = 64  # contexts are rounded up to a multiple of this, so that a fe
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Responses in the order of their prompts; each list has one entry a response.
-
-    Attributes:
-        token_ids: sampled ids, the end-of-sequence token included where one was sampled.
-        log_probs: float32 ``[R]``, nats, at the sampling temperature (at temperature 0: at temperature 1).
-        routed_experts: int32 ``[P + R, L, K]``, the experts of every token that was fed to the model and -1 behind
-            them; None for a dense model.
-        texts: decoded responses; empty strings without a tokenizer.
-        finish_reasons: ``stop`` or ``length``.
-    """
+    """Responses in the order of their prompts; each list has one entry a response."""
 
     token_ids: list[list[int]]
+    """Sampled ids, the end-of-sequence token included where one was sampled."""
     log_probs: list[np.ndarray]
+    """Float32 ``[R]``, nats, at the sampling temperature (at temperature 0: at temperature 1)."""
     routed_experts: list[np.ndarray] | None
+    """Int32 ``[P + R, L, K]``, of every token that was fed to the model and -1 behind them; None for a dense model."""
     texts: list[str]
+    """Empty strings without a tokenizer."""
     finish_reasons: list[FinishReason]
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Configuration, parameters and tokenizer of one folder. ``load_policy`` makes it.
+    """Configuration, parameters and tokenizer of the folder ``source``. ``load_policy`` makes it.
 
-    Attributes:
-        config: what the model looks like.
-        params: its parameters.
-        tokenizer: None where the folder holds no ``tokenizer.json``; prompts are then lists of ids.
-        source: the folder it came from; ``save`` copies the tokenizer's files from there.
+    Without a ``tokenizer.json`` there the tokenizer is None, and prompts are lists of ids.
     """
 
     config: model.ModelConfig
@@ -62,21 +53,15 @@ class Policy:
     def logits(self, tokens: ArrayLike, attention_mask: ArrayLike | None = None) -> jax.Array:
         """Float32 ``[B, T, V]`` of ids ``[B, T]``, 0 at padding. For looking: training never holds this array.
 
-        Args:
-            tokens: int ``[B, T]``.
-            attention_mask: ``[B, T]``, 0 at padding, on either side; None: no padding.
-
-        Raises:
-            ValueError: an id outside the vocabulary, a row longer than the model's context, a mask of another shape.
+        ``attention_mask`` ``[B, T]`` is 0 at padding, on either side; None: no padding. Raises ``ValueError`` for an id
+        outside the vocabulary, a row longer than the model's context, a mask of another shape.
         """
         ids, mask = self._checked(tokens, attention_mask)
         return _logits(self.params, self.config, ids, mask)
 
     def log_probs(self, tokens: ArrayLike, attention_mask: ArrayLike | None = None) -> jax.Array:
-        """Float32 ``[B, T - 1]``: entry ``t`` is ``log p(tokens[t + 1] | tokens[<= t])``, 0 where either is padding.
-
-        Arguments and errors as for ``logits``.
-        """
+        """Float32 ``[B, T - 1]``: entry ``t`` is ``log p(tokens[t + 1] | tokens[<= t])``, 0 where either is padding;
+        arguments and errors as for ``logits``."""
         ids, mask = self._checked(tokens, attention_mask)
         return _log_probs(self.params, self.config, ids, mask)
 
@@ -98,9 +83,7 @@ class Policy:
 
         Args:
             prompts: texts (encoded as they are: render chats first), or lists of ids.
-            max_new_tokens: budget of each response.
-            temperature: 0 is greedy decoding.
-            top_p, top_k, min_p, stop, ignore_eos: see ``SamplingParams``.
+            max_new_tokens, temperature, top_p, top_k, min_p, stop, ignore_eos: see ``SamplingParams``.
             seed: prompt ``i`` samples with ``seed + i``.
             n_slots: responses decoded side by side.
 
@@ -114,9 +97,8 @@ class Policy:
         longest = max(len(row) for row in rows) + max_new_tokens
         limit = self.config.max_position_embeddings
         if longest > limit:
-            raise ValueError(
-                f"prompt and response take {longest} tokens, the model's context is {limit}: shorten either"
-            )
+            what = f"prompt and response take {longest} tokens, the model's context is {limit}"
+            raise ValueError(f"{what}: shorten either")
         slots = min(n_slots, len(rows))
         max_len = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, limit)
         dtype = str(jax.tree.leaves(self.params)[0].dtype)
@@ -163,28 +145,25 @@ class Policy:
             raise ValueError(f"tokens are {ids.dtype}{list(ids.shape)}: give integers [B, T]{wrap}")
         for number, row in enumerate(ids):
             self.config.check_ids(row, f"row {number}")
-        if ids.shape[1] > self.config.max_position_embeddings:
-            limit = self.config.max_position_embeddings
+        limit = self.config.max_position_embeddings
+        if ids.shape[1] > limit:
             raise ValueError(f"rows of {ids.shape[1]} tokens exceed the model's context of {limit}: shorten them")
         mask = np.ones_like(ids) if attention_mask is None else np.asarray(attention_mask)
         if mask.shape != ids.shape:
-            raise ValueError(
-                f"attention_mask has shape {list(mask.shape)}, tokens have {list(ids.shape)}: give one entry each"
-            )
+            shapes = f"attention_mask has shape {list(mask.shape)}, tokens have {list(ids.shape)}"
+            raise ValueError(f"{shapes}: give one entry each")
         return jnp.asarray(ids, jnp.int32), jnp.asarray(mask > 0, jnp.int32)
 
 
 def load_policy(hf_dir: str | Path, dtype: str = "float32", shardings: model.Params | None = None) -> Policy:
     """The policy of a Hugging Face folder: Qwen3-MoE, dense Qwen3 or a Llama.
 
+    The folder holds ``config.json``, safetensors and, where prompts are to be texts, the tokenizer's files; errors as
+    for ``hub.read_config`` and ``hub.load_params``, and for a tokenizer with ids outside the model's vocabulary.
+
     Args:
-        hf_dir: ``config.json``, safetensors and, where prompts are to be texts, the tokenizer's files.
         dtype: of the parameters, ``float32`` or ``bfloat16``.
         shardings: ``model.param_shardings`` where the model is spread over devices.
-
-    Raises:
-        FileNotFoundError, ValueError: as ``hub.read_config`` and ``hub.load_params``; a tokenizer that makes ids
-            outside the model's vocabulary.
     """
     folder = Path(hf_dir)
     if (folder / "metrics.jsonl").is_file():

@@ -48,7 +48,6 @@ class Prompt:
         token_ids: int32 [P].
         answer: reference answer handed to the reward; empty where the source has none.
         source: name of the data source, one key of the evaluation table.
-        metadata: whatever else the source carried.
     """
 
     prompt_id: str
@@ -64,7 +63,6 @@ class Trajectory:
     """One sampled response. Made by an engine, graded by ``rewards``, turned into a row by ``data.batching``.
 
     Attributes:
-        prompt_id: the problem it answers.
         sample_index: 0 .. G-1 within its group.
         prompt_ids: int32 [P].
         response_ids: int32 [R]; the end-of-sequence token is part of it where one was sampled.
@@ -75,7 +73,6 @@ class Trajectory:
             missing.
         finish_reason: ``stop``, ``length`` (truncated) or ``abort``.
         text: the decoded response, special tokens removed.
-        reward: None until graded.
         reward_info: what the grader said beside the number (``verdict``, ``parsed`` ...).
         request_id: the request that it answers, as the engine was given it: one problem may be in flight twice.
         support: int [R, S]: the tokens that each of ``response_ids`` was drawn from, itself among them, in any order,
@@ -98,7 +95,6 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """True where the budget ended the response, not the policy."""
         return self.finish_reason == "length"
 
 
@@ -108,8 +104,6 @@ class Group:
 
     Attributes:
         group_id: unique within a run: ``<epoch>:<prompt_id>``-like, assigned when the group is issued.
-        prompt: the problem.
-        trajectories: G graded responses.
         advantages: float32 [G], filled once every member is graded; empty before.
     """
 
@@ -172,7 +166,6 @@ class TrainState:
     Attributes:
         step: int32 scalar: the learner's version; the number of optimizer updates applied so far.
         params: pytree of the policy's parameters.
-        opt_state: optax state.
     """
 
     step: jax.Array

@@ -19,13 +19,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def upcycle(
-    hf_dir: Path,
-    *,
-    out: Path,
-    experts: int = 4,
-    top_k: int = 2,
-    router_std: float = 0.02,
-    seed: int = 0,
+    hf_dir: Path, *, out: Path, experts: int = 4, top_k: int = 2, router_std: float = 0.02, seed: int = 0
 ) -> None:
     """Turn a dense folder into a mixture of experts with the same logits: copies of each MLP, and a random router.
 

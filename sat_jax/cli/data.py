@@ -47,9 +47,6 @@ def grade(
         reward: Another reward function, as module:function; `policy` then does not apply.
         workers: Processes that grade. 0 grades in this one, without time limits.
         timeout: Seconds that one grading may take.
-
-    Raises:
-        ValueError: a bad line (with its number), an empty file, `out` equal to `file`, a reward that cannot be loaded.
     """
     if out.exists() and file.exists() and out.samefile(file):
         raise ValueError(f"--out {out} is the file that is graded: write to another one")
@@ -66,12 +63,8 @@ def grade(
                 grades = grader.grade([_job(where, row) for where, row in chunk])
                 for (_, row), given in zip(chunk, grades, strict=True):
                     correct = given.reward > 0 and not given.failed
-                    added = {
-                        "correct": correct,
-                        "parsed": given.info.get("parsed"),
-                        "verdict": given.verdict,
-                        "reward": given.reward,
-                    }
+                    added = {"correct": correct, "parsed": given.info.get("parsed")}
+                    added |= {"verdict": given.verdict, "reward": given.reward}
                     output.write(json.dumps(row | added, ensure_ascii=False) + "\n")
                     counts[given.verdict] += 1
                     n, n_correct = n + 1, n_correct + correct
@@ -117,9 +110,6 @@ def data(
         model: Hugging Face folder whose tokenizer and chat template to use; without one, lengths are in bytes.
         options: How rows become prompts.
         example: Which prompt to show, from 0.
-
-    Raises:
-        ValueError: whatever is wrong with the file, with the line; no such example; a folder without a tokenizer.
     """
     tokenizer = Tokenizer.of_bytes() if model is None else Tokenizer.from_folder(model)
     prompts = load_prompts(file, tokenizer, options)

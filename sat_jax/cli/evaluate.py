@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -65,9 +66,7 @@ def main(model: Path, *, options: EvalOptions = EvalOptions()) -> int:
         sampling=SamplingParams(max_new_tokens=512),
     )
     policy = build.build_policy(config, model)
-    params, step = policy.params, 0
-    if run is not None:
-        params, step = checkpoint_params(model, config, policy)
+    params, step = (policy.params, 0) if run is None else checkpoint_params(model, config, policy)
     prompts = _prompts(options, run, policy)
     sampling = SamplingParams(
         temperature=options.temperature,
@@ -92,7 +91,7 @@ def main(model: Path, *, options: EvalOptions = EvalOptions()) -> int:
         result = evaluate(
             engine,
             prompts,
-            lambda p, t: grading.graded(grader, p, t),
+            partial(grading.graded, grader),
             sampling,
             options.k,
             seed=options.seed,
@@ -124,7 +123,7 @@ def _show(options: EvalOptions, model: Path, result: Evaluation, verdicts: dict[
     for name in ("source", "problems", f"avg@{result.k}", f"pass@{result.k}"):
         table.add_column(name, justify="left" if name == "source" else "right")
     for name, score in {**result.sources, "all": result.total}.items():
-        table.add_row(name, str(score.problems), f"{score.avg:.3f}", f"{score.passed:.3f}")
+        table.add_row(name, str(score["problems"]), f"{score['avg@k']:.3f}", f"{score['pass@k']:.3f}")
     console = Console()
     console.print(table)
     console.print(

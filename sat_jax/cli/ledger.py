@@ -19,8 +19,6 @@ def ledger(run: Path) -> int:
     Args:
         run: Run folder. Groups of a run that is still going, or that was killed and not resumed, have no end yet.
 
-    Raises:
-        ValueError: a folder without a ledger, or a damaged one.
     """
     path = run / LEDGER_FILE
     if not path.is_file():

@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from sat_jax import losses
+from sat_jax.inspection import batch as inspection
 from sat_jax.losses import rules
+
+_SETTINGS = inspection.Settings()
 
 
 def methods(*, json_: bool = False) -> None:
@@ -35,8 +39,8 @@ def methods(*, json_: bool = False) -> None:
     sources = Table(title="rules", title_justify="left")
     for column in ("rule", "kind", "what it does", "source"):
         sources.add_column(column, overflow="fold", no_wrap=column == "rule")
-    for rule in (thing for thing in vars(rules).values() if isinstance(thing, type) and issubclass(thing, losses.Rule)):
-        if rule.source:
+    for rule in vars(rules).values():
+        if isinstance(rule, type) and issubclass(rule, losses.Rule) and rule.source:
             sources.add_row(rule.section, rule.kind, rule.summary, rule.source)
     console.print(sources)
 
@@ -50,14 +54,7 @@ def inspect(
     json_: bool = False,
     grad: Path | None = None,
     plot: Path | None = None,
-    loss_agg_mode: losses.Aggregation | None = None,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    alpha: float = 0.90,
-    exponent: float = 2.0,
-    tis_cap: float = 2.0,
-    kl_loss_coef: float = 0.0,
-    count_empty_rows: bool = False,
+    settings: inspection.Settings = _SETTINGS,
 ) -> None:
     """What a loss does to a batch dumped by any trainer.
 
@@ -70,49 +67,30 @@ def inspect(
         json_: Print one JSON object.
         grad: Write d loss / d log_probs as `grad` [B, T] to this .npz.
         plot: Draw the histogram of d and the (ratio, advantage) plane.
-        loss_agg_mode: How tokens become a loss; by default seq-mean-token-mean.
-        eps_low: Lower radius.
-        eps_high: Upper radius.
-        alpha: SAT's quantile level.
-        exponent: SAT's Hill exponent.
-        tis_cap: Cap of the -tis methods and of tis-reinforce.
-        kl_loss_coef: Add the KL term with this weight; needs reference_log_probs.
-        count_empty_rows: Rows without an active token count in the mean over responses, as in TRL and slime.
+        settings: Of a named method.
     """
-    from sat_jax.inspection import batch as inspection
-
     asked = [name.strip() for name in (method, *compare.split(",")) if name.strip()]
     names = list(dict.fromkeys(asked)) or ["sat-gspo"]
-    configs = [
-        inspection.configure(
-            name,
-            rules=rule,
-            loss_agg_mode=loss_agg_mode,
-            eps_low=eps_low,
-            eps_high=eps_high,
-            alpha=alpha,
-            exponent=exponent,
-            tis_cap=tis_cap,
-            kl_loss_coef=kl_loss_coef,
-            count_empty_rows=count_empty_rows,
-        )
-        for name in names
-    ]
+    configs = [inspection.configure(name, rules=rule, settings=settings) for name in names]
     files = inspection.batch_files(batch)
     single = len(files) == len(configs) == 1
     for option, path in (("--grad", grad), ("--plot", plot)):
         if path is not None and not single:
             raise ValueError(f"{option} {path}: it shows one method on one batch; name one file and one method")
-    sat = losses.Sat(alpha=alpha, exponent=exponent)
     # Everything is read and checked before anything is computed.
     batches = [(path, *inspection.load_batch(path)) for path in files]
     found = [
-        (path, notes, inspection.inspect_batch(c, inputs, sat)) for path, inputs, notes in batches for c in configs
+        (path, notes, inspection.inspect_batch(config, inputs, settings.sat))
+        for path, inputs, notes in batches
+        for config in configs
     ]
     if grad is not None:
-        _save_gradient(grad, found[0][2].gradient)
+        if grad.suffix != ".npz":
+            raise ValueError(f"--grad {grad}: the gradient is written as an .npz; name a file that ends in .npz")
+        grad.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(grad, grad=found[0][2].gradient)
     if plot is not None:
-        from sat_jax.inspection.geometry import batch_figure, save
+        from sat_jax.inspection.geometry import batch_figure, save  # matplotlib, only where it draws
 
         save(batch_figure(found[0][2], configs[0]), plot)
     if json_:
@@ -147,10 +125,10 @@ def geometry(
         exponent: SAT's Hill exponent.
         tis_cap: Cap of tis-reinforce.
     """
-    from sat_jax.inspection.batch import configure
     from sat_jax.inspection.geometry import geometry_figure, save
 
-    config = configure(method, rules=rule, eps_low=eps_low, eps_high=eps_high, exponent=exponent, tis_cap=tis_cap)
+    settings = inspection.Settings(eps_low=eps_low, eps_high=eps_high, exponent=exponent, tis_cap=tis_cap)
+    config = inspection.configure(method, rules=rule, settings=settings)
     save(geometry_figure(config, mu, q), out)
     print(out)
 
@@ -168,32 +146,20 @@ def _describe(name: str) -> dict[str, Any]:
     }
 
 
-def _save_gradient(path: Path, gradient: Any) -> None:
-    import numpy as np
-
-    if path.suffix != ".npz":
-        raise ValueError(f"--grad {path}: the gradient is written as an .npz; name a file that ends in .npz")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, grad=gradient)
-
-
 def _print_inspections(found: list[Any], show_files: bool) -> None:
-    from sat_jax.inspection.batch import table_rows
-
     console = Console()
     table = Table()
     table.add_column("")
-    for path, _, inspection in found:
-        header = f"{inspection.summary['method']}\n{path.name}" if show_files else inspection.summary["method"]
+    for path, _, seen in found:
+        header = f"{seen.summary['method']}\n{path.name}" if show_files else seen.summary["method"]
         table.add_column(header, justify="right")
-    for label, cells in table_rows([inspection for _, _, inspection in found]):
+    for label, cells in inspection.table_rows([seen for _, _, seen in found]):
         table.add_row(label, *cells)
     console.print(table)
     for note in dict.fromkeys(note for _, notes, _ in found for note in notes):
         console.print(f"note: {note}", style="dim", highlight=False)
-    for path, _, inspection in found:
-        if "sat" in inspection.summary:
+    for path, _, seen in found:
+        if "sat" in seen.summary:
             name = f"{path.name}: " if show_files else ""
-            summary = inspection.summary
-            line = f"{name}{summary['method']}: SAT's window, on or off: {summary['sat']['window']}"
-            console.print(line, highlight=False)
+            window = seen.summary["sat"]["window"]
+            console.print(f"{name}{seen.summary['method']}: SAT's window, on or off: {window}", highlight=False)

@@ -42,18 +42,13 @@ def main(args: Sequence[str], prog: str) -> int:
 
 
 def parse_options(args: Sequence[str], prog: str = "sat-jax train") -> TrainOptions:
-    """The options that ``args`` ask for: configuration looked up, overrides applied.
-
-    Raises:
-        UsageError, ValueError: an unknown configuration or field, a bad value, a contradiction.
-    """
+    """The options that ``args`` ask for: configuration looked up, overrides applied."""
     name, flags = _split_config_name(list(args))
     base = _base(name, flags)
     parser = _parser(prog, base, everything="--help-all" in flags)
     _reject_unknown(flags, base, parser)
     given = parser.parse(flags)
-    out, model, prompts = given.pop("out"), given.pop("model"), given.pop("prompts")
-    resume = given.pop("resume")
+    out, resume, model, prompts = (given.pop(name) for name in ("out", "resume", "model", "prompts"))
     if model is not None:
         # The folder is the policy: neither the configuration's random initialisation nor its warm start applies.
         base = replace(base, policy=replace(base.policy, path=str(model), init=None, tokenizer=""), warm_start=None)
@@ -196,11 +191,7 @@ def _names_a_rule(path: str, base: ExperimentConfig) -> bool:
 
 
 def _run_folder(options: TrainOptions) -> Path:
-    """Where the run lives; nothing that is there already is overwritten.
-
-    Raises:
-        ValueError: the folder holds another run, or other files.
-    """
+    """Where the run lives; nothing that is there already is overwritten."""
     if options.out is None:
         return Path("runs") / f"{options.config.name}-{datetime.now():%Y%m%d-%H%M%S}"
     out = options.out

@@ -28,8 +28,7 @@ class PolicyConfig(Checked, section="policy"):
     """Where the policy comes from: a Hugging Face folder, or a fresh initialisation of ``init``."""
 
     path: str = ""
-    """Hugging Face folder (config.json, safetensors, tokenizer.json). Empty: initialise ``init`` from the run's
-    seed."""
+    """Hugging Face folder (config.json, safetensors, tokenizer.json). Empty: ``init``, from the run's seed."""
     init: ModelConfig | None = None
     """Shape of a policy that starts from random weights."""
     tokenizer: str = ""
@@ -65,13 +64,12 @@ class RolloutConfig(Checked, section="rollout"):
     """Which policy version samples which batch: ``synchronous()``, ``fixed_delay(n)``, ``batchwise(n)`` or
     ``free_running()``. All but the last follow a fixed order and repeat by seed."""
     max_staleness: Natural = 16
-    """Bound on a group's oldest token at its own update, in versions. Older groups are handled by ``stale_policy``, and
-    counted."""
+    """Bound on a group's oldest token at its own update, in versions. Older groups meet ``stale_policy``."""
     stale_policy: Literal["drop", "requeue"] = "drop"
-    """A group beyond the bound is dropped, or its prompt is issued again."""
+    """A group beyond the bound is dropped, or its prompt is issued again; both are counted."""
     overlap: bool = False
-    """Engine and learner compute at the same time. Right where they have devices of their own; on shared cores they
-    only slow each other down. In scheduled regimes it changes no result."""
+    """Engine and learner compute at the same time: right where they have devices of their own. In scheduled regimes it
+    changes no result."""
     queue_groups: Natural = 0
     """Capacity of the rollout queue in groups; 0: what the schedule needs."""
     group_timeout_s: Positive = 600.0
@@ -111,10 +109,7 @@ class OptimizerConfig(Checked, section="optimizer"):
 
 @dataclass(frozen=True)
 class LearnerConfig(Checked, section="learner"):
-    """What a learner step computes, and how.
-
-    The first four change results; the rest changes cost, and results by rounding only.
-    """
+    """What a learner step computes, and how."""
 
     updates_per_batch: Count = 1
     """Optimizer updates that one batch is split into (verl's mini-batches): whole groups go to one update, quantile and
@@ -134,8 +129,8 @@ class LearnerConfig(Checked, section="learner"):
     compute_dtype: Dtype = "float32"
     """Matmul type. Master weights, logits and everything after them are float32."""
     log_delta: bool = False
-    """Also recompute each batch under the weights that sampled it, and report ``async/delta_pi`` and
-    ``async/delta_impl``, the two halves of d (2). Keeps the versions that waiting groups were sampled with."""
+    """Recompute each batch under the weights that sampled it, which are kept, and report the two halves of d (2):
+    ``async/delta_pi`` and ``async/delta_impl``."""
     micro_batches: Count = 1
     """Slices an update's rows are processed in. With more than one, a scoring pass without gradient comes first, so
     that the quantile and every gate are those of the whole update."""
@@ -153,10 +148,7 @@ class LearnerConfig(Checked, section="learner"):
 
 @dataclass(frozen=True)
 class MeshConfig(Checked, section="mesh"):
-    """How learner and engine are spread over the devices of this process; all 1: on the first device alone.
-
-    The product must be the number of devices.
-    """
+    """How learner and engine are spread over all devices of this process; all 1: on the first device alone."""
 
     data: Count = 1
     """Rows are dealt out; every device holds the whole policy."""
@@ -170,7 +162,6 @@ class MeshConfig(Checked, section="mesh"):
 
     @property
     def size(self) -> int:
-        """Devices."""
         return self.data * self.fsdp * self.tensor * self.expert
 
     @property
@@ -270,12 +261,10 @@ class ExperimentConfig(Checked, section=""):
 
     @property
     def groups_per_update(self) -> int:
-        """Prompt groups of one optimizer update."""
         return self.rollout.prompts_per_step // self.learner.updates_per_batch
 
     @property
     def rows_per_update(self) -> int:
-        """Responses of one optimizer update."""
         return self.groups_per_update * self.rollout.n_samples_per_prompt
 
     @property
@@ -285,12 +274,9 @@ class ExperimentConfig(Checked, section=""):
 
 
 def with_method(config: ExperimentConfig, name: str, **settings: Any) -> ExperimentConfig:
-    """``config`` under another method: one of Table 1 (``sat-gspo-r3``) or any named loss.
+    """``config`` under another method: one of Table 1 (``sat-gspo-r3``) or any named loss; ``settings`` are the loss's.
 
-    Args:
-        config: the run; its KL, entropy, radii and aggregation settings stay.
-        name: a named method; ``-r3`` replays the rollout's experts.
-        settings: fields of the loss to change, such as ``kl_loss_coef``.
+    KL, entropy, radii and aggregation of the run stay; ``-r3`` replays the rollout's experts.
     """
     loss, replay = losses.split_method(name)
     kept = {key: getattr(config.loss, key) for key in _KEPT}

@@ -13,19 +13,14 @@ from sat_jax.names import import_file, nearest
 
 
 def configs_folder() -> Path:
-    """The folder with the named configurations: ``configs/`` of a checkout, else the copy inside the installed
-    package."""
+    """``configs/`` of a checkout, else the copy inside the installed package."""
     here = Path(__file__).resolve().parents[1]
     checkout = here.parent / "configs"
     return checkout if checkout.is_dir() and (here.parent / "pyproject.toml").is_file() else here / "_configs"
 
 
 def config_functions() -> dict[str, Callable[[], ExperimentConfig]]:
-    """Every named configuration, by name: the public functions of ``configs/*.py`` that return an ``ExperimentConfig``.
-
-    Raises:
-        ValueError: two files define the same name.
-    """
+    """Every named configuration by its name, which must be unique: what ``configs/*.py`` define."""
     found: dict[str, Callable[[], ExperimentConfig]] = {}
     for path in sorted(configs_folder().glob("[!_]*.py")):
         module = import_file(path, "configuration")
@@ -37,22 +32,16 @@ def config_functions() -> dict[str, Callable[[], ExperimentConfig]]:
 
 
 def load_config(spec: str) -> ExperimentConfig:
-    """The configuration that ``spec`` names: ``file.py:function``, or a function of ``configs/``.
-
-    Raises:
-        ValueError: there is no such file or function (with the nearest name).
-    """
+    """The configuration that ``spec`` names: ``file.py:function``, or a function of ``configs/``."""
     if spec.endswith(".py"):
         raise ValueError(f"{spec} names no function: write {spec}:FUNCTION")
     if ":" in spec:
         file, _, name = spec.rpartition(":")
-        path = Path(file)
-        module = import_file(path, "configuration")
+        module = import_file(Path(file), "configuration")
         functions = _functions_of(module)
         if name not in functions and callable(getattr(module, name, None)):
-            raise ValueError(
-                f"{spec} takes no arguments and says '-> ExperimentConfig' to be a configuration: add that"
-            )
+            rule = "takes no arguments and says '-> ExperimentConfig' to be a configuration"
+            raise ValueError(f"{spec} {rule}: add that")
     else:
         name, functions = spec, config_functions()
     if name not in functions:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sat_jax import losses
-from sat_jax.losses import Aggregation, LossConfig, LossInputs, Ppo, Rule, Sat, Spo, Tis, TisReinforce, Unclipped
+from sat_jax.losses import Aggregation, LossConfig, LossInputs, Ppo, Rule, Sat
 from sat_jax.losses.tokens import prepare, rule_summaries, token_terms
 from sat_jax.losses.window import window
 from sat_jax.names import load_object, nearest
@@ -35,25 +35,44 @@ REQUIRED = ("log_probs", "behavior_log_probs", "advantages", "loss_mask")
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """One batch under one method.
-
-    Attributes:
-        summary: what ``--json`` prints.
-        gradient: [B, T], d loss / d log_probs.
-        tokens: per-token arrays over active tokens: ``ratio, log_ratio, advantage, cut, intercepted, gate``.
-    """
+    """One batch under one method."""
 
     summary: dict[str, Any]
+    """What ``--json`` prints."""
     gradient: np.ndarray
+    """[B, T], d loss / d log_probs."""
     tokens: dict[str, np.ndarray]
+    """Arrays over active tokens: ``ratio, log_ratio, advantage, cut, intercepted, gate, dropped``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings of a named method's loss, and of the rules in it that have them."""
+
+    loss_agg_mode: Aggregation | None = None
+    """How tokens become a loss; by default seq-mean-token-mean."""
+    eps_low: float = 0.2
+    """Lower radius."""
+    eps_high: float = 0.2
+    """Upper radius."""
+    alpha: float = 0.90
+    """SAT's quantile level."""
+    exponent: float = 2.0
+    """SAT's Hill exponent."""
+    tis_cap: float = 2.0
+    """Cap of the -tis methods and of tis-reinforce."""
+    kl_loss_coef: float = 0.0
+    """Add the KL term with this weight; needs reference_log_probs."""
+    count_empty_rows: bool = False
+    """Rows without an active token count in the mean over responses, as in TRL and slime."""
+
+    @property
+    def sat(self) -> Sat:
+        return Sat(alpha=self.alpha, exponent=self.exponent)
 
 
 def batch_files(path: Path) -> list[Path]:
-    """The file itself, or every ``.npz`` in a directory, sorted by name.
-
-    Raises:
-        ValueError: nothing there.
-    """
+    """The file itself, or every ``.npz`` in a directory, sorted by name; ``ValueError`` where there is none."""
     if path.is_dir():
         files = sorted(path.glob("*.npz"))
         if not files:
@@ -65,10 +84,7 @@ def batch_files(path: Path) -> list[Path]:
 
 
 def load_batch(path: Path) -> tuple[LossInputs, list[str]]:
-    """Read and check one dumped batch.
-
-    Returns:
-        the inputs, and notes about names that were translated.
+    """One dumped batch, checked, and notes about names that were translated.
 
     Raises:
         ValueError: not an npz, arrays missing (the message lists what is there), shapes or values that cannot be.
@@ -77,16 +93,14 @@ def load_batch(path: Path) -> tuple[LossInputs, list[str]]:
         with np.load(path, allow_pickle=False) as archive:
             found = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not an .npz archive of plain arrays ({error}): write it with numpy.savez"
-        ) from error
+        what = f"{path} is not an .npz archive of plain arrays ({error})"
+        raise ValueError(f"{what}: write it with numpy.savez") from error
     arrays, notes = _translate(found, path)
     mask = arrays["loss_mask"]
     if "tool_mask" in found and found["tool_mask"].shape == mask.shape:
         arrays["loss_mask"] = mask * found["tool_mask"]
         notes.append("loss_mask = completion mask x tool_mask")
-    batch: dict[str, Any] = dict(arrays)
-    inputs = LossInputs(**batch)
+    inputs = LossInputs(**arrays)
     try:
         losses.check_values(inputs)
     except ValueError as error:
@@ -99,26 +113,13 @@ def load_batch(path: Path) -> tuple[LossInputs, list[str]]:
     return jax.tree.map(to_device, inputs), notes
 
 
-def configure(
-    method: str,
-    *,
-    rules: Sequence[str] = (),
-    loss_agg_mode: Aggregation | None = None,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    alpha: float = 0.9,
-    exponent: float = 2.0,
-    tis_cap: float = 2.0,
-    kl_loss_coef: float = 0.0,
-    count_empty_rows: bool = False,
-) -> LossConfig:
+def configure(method: str, *, rules: Sequence[str] = (), settings: Settings = Settings()) -> LossConfig:
     """The loss that ``inspect`` and ``geometry`` look at.
 
     Args:
         method: a named method, or ``file.py:name`` of a ``LossConfig`` or of a function that returns one.
         rules: import paths of more rules, each of which joins the loss or takes the place of the one of its name.
-        loss_agg_mode, eps_low, eps_high, kl_loss_coef, count_empty_rows: fields of a named method's loss.
-        alpha, exponent, tis_cap: settings of the rules that have them, where they are in it.
+        settings: of a named method.
 
     Raises:
         ValueError: no such method, file or rule.
@@ -130,47 +131,45 @@ def configure(
             raise ValueError(f"method {method} is {config!r}: it must be a LossConfig, or a function that returns one")
     else:
         config = losses.method(method)
-        if Sat in map(type, config.rules):
-            config = config.with_rules(Sat(alpha=alpha, exponent=exponent))
-        capped: list[Rule] = [dataclasses.replace(rule, cap=tis_cap) for rule in config.active(Tis)]
-        capped += [dataclasses.replace(rule, cap=tis_cap) for rule in config.active(TisReinforce)]
+        if config.get(Sat):
+            config = config.with_rules(settings.sat)
+        capped: list[Rule] = [dataclasses.replace(rule, cap=settings.tis_cap) for rule in config.active(losses.Tis)]
+        capped += [dataclasses.replace(r, cap=settings.tis_cap) for r in config.active(losses.TisReinforce)]
         config = config.with_rules(*capped)
         config = dataclasses.replace(
             config,
-            eps_low=eps_low,
-            eps_high=eps_high,
-            loss_agg_mode=loss_agg_mode or config.loss_agg_mode,
-            kl_loss_coef=kl_loss_coef,
-            count_empty_rows=count_empty_rows,
+            eps_low=settings.eps_low,
+            eps_high=settings.eps_high,
+            loss_agg_mode=settings.loss_agg_mode or config.loss_agg_mode,
+            kl_loss_coef=settings.kl_loss_coef,
+            count_empty_rows=settings.count_empty_rows,
         )
-    return config.with_rules(*(_load_rule(path) for path in rules))
-
-
-def _load_rule(path: str) -> Rule:
-    found = load_object(path, "rule")
-    rule = found() if isinstance(found, type) else found
-    if not isinstance(rule, Rule):
-        raise ValueError(f"rule {path} is {found!r}: name a class of rules, or an object of one")
-    return rule
+    for path in rules:
+        found = load_object(path, "rule")
+        rule = found() if isinstance(found, type) else found
+        if not isinstance(rule, Rule):
+            raise ValueError(f"rule {path} is {found!r}: name a class of rules, or an object of one")
+        config = config.with_rules(rule)
+    return config
 
 
 def inspect_batch(config: LossConfig, inputs: LossInputs, sat: Sat | None = None) -> Inspection:
     """Loss, gradient, Table 10's diagnostics and where the batch stands in SAT's window; ``sat`` is what a loss without
     it is compared to."""
-    loss_fn = losses.make_loss(config)
-    value, metrics, gradient, tokens = _evaluate(loss_fn, inputs)
+    value, metrics, gradient, tokens = _evaluate(config, inputs)
     sat = config.get(Sat) or sat or Sat()
-    twin = _sat_twin(config, sat)
+    # The quantile that SAT ranks |d| by, on the method's own unit and denominator, whether SAT is on or not.
+    ranked = losses.make_loss(dataclasses.replace(config, rules=(Ppo(), sat), kl_loss_coef=0.0)).summarize(inputs)
     summary = {
         "method": config.label,
         "rules": [rule.name for rule in config.rules],
         "unit": config.unit,
         "denominator": config.denominator,
         "tokens": int(metrics["train/tokens"]),
-        "sequences": int(loss_fn.summarize(inputs).sequences),
+        "sequences": int(ranked.sequences),
         "loss": value,
         "d_bar": metrics["train/d_bar"],
-        "q": _quantile(config, inputs, sat),
+        "q": float(ranked.rules[sat.name].q),
         "gate_rate": metrics.get("sat/gate_rate", 0.0),
         "eps_low_mean": metrics.get("sat/eps_low_mean", config.eps_low),
         "eps_high_mean": metrics.get("sat/eps_high_mean", config.eps_high),
@@ -187,10 +186,11 @@ def inspect_batch(config: LossConfig, inputs: LossInputs, sat: Sat | None = None
         "ratio_max": metrics["train/ratio_max"],
         "grad_l1": float(np.abs(gradient).sum()),
     }
+    twin = _sat_twin(config, sat)
     if twin is not None:
-        without, with_sat = (config, twin) if config.get(Sat) is None else (twin, config)
-        _, _, base_gradient, _ = _evaluate(losses.make_loss(without), inputs)
-        _, sat_metrics, sat_gradient, sat_tokens = _evaluate(losses.make_loss(with_sat), inputs)
+        here, there = (metrics, gradient, tokens), _evaluate(twin, inputs)[1:]
+        without, with_sat = (there, here) if config.get(Sat) else (here, there)
+        (_, base_gradient, _), (sat_metrics, sat_gradient, sat_tokens) = without, with_sat
         mass = float(np.abs(base_gradient).sum())
         lost = float(np.maximum(np.abs(base_gradient) - np.abs(sat_gradient), 0).sum())
         q = sat_metrics["sat/q"]
@@ -204,9 +204,10 @@ def inspect_batch(config: LossConfig, inputs: LossInputs, sat: Sat | None = None
 
 
 def _evaluate(
-    loss_fn: losses.Loss, inputs: LossInputs
+    config: LossConfig, inputs: LossInputs
 ) -> tuple[float, dict[str, float], np.ndarray, dict[str, np.ndarray]]:
-    config = loss_fn.config
+    """Loss, metrics, gradient [B, T] and the arrays over active tokens."""
+    loss_fn = losses.make_loss(config)
 
     @jax.jit
     def compute(inputs: LossInputs) -> Any:
@@ -230,30 +231,20 @@ def _evaluate(
 
     value, metrics, gradient, per_token = jax.device_get(compute(inputs))
     mask = np.asarray(inputs.loss_mask) != 0
-    return (
-        float(value),
-        {k: float(v) for k, v in metrics.items()},
-        np.asarray(gradient),
-        {k: np.asarray(v)[mask] for k, v in per_token.items()},
-    )
-
-
-def _quantile(config: LossConfig, inputs: LossInputs, sat: Sat) -> float:
-    """The quantile that SAT ranks |d| by, on the method's own unit and denominator, whether SAT is on or not."""
-    ranked = dataclasses.replace(config, rules=(Ppo(), sat), kl_loss_coef=0.0)
-    return float(losses.make_loss(ranked).summarize(inputs).rules[sat.name].q)
+    numbers = {k: float(v) for k, v in metrics.items()}
+    return float(value), numbers, np.asarray(gradient), {k: np.asarray(v)[mask] for k, v in per_token.items()}
 
 
 def _sat_twin(config: LossConfig, sat: Sat) -> LossConfig | None:
     """The same loss with SAT switched on or off; None where SAT has no interval to contract."""
     if config.get(Sat) is not None:
         return config.without(Sat)
-    contractible = config.surrogate.has_interval and (config.get(Unclipped) is None or config.get(Spo) is not None)
-    return config.with_rules(sat) if contractible else None
+    soft = config.get(losses.Unclipped) and not config.get(losses.Spo)
+    return config.with_rules(sat) if config.surrogate.has_interval and not soft else None
 
 
-def _translate(found: Mapping[str, np.ndarray], path: Path) -> tuple[dict[str, np.ndarray], list[str]]:
-    arrays: dict[str, np.ndarray] = {}
+def _translate(found: Mapping[str, np.ndarray], path: Path) -> tuple[dict[str, Any], list[str]]:
+    arrays: dict[str, Any] = {}
     notes: list[str] = []
     for name, aliases in ALIASES.items():
         for candidate in (name, *aliases):

@@ -23,12 +23,9 @@ INK, MUTED, POSITIVE, NEGATIVE, ACCENT = "#1f2a37", "#5c6773", "#0072b2", "#d55e
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A loss along the log-ratio axis, for one advantage.
+    """A loss along the log-ratio axis, for one advantage; arrays are [N].
 
-    Attributes:
-        log_ratio: [N].
-        objective: [N], what is maximised.
-        gradient: [N], d objective / d log pi: what reaches the parameters.
+    ``objective`` is what is maximised, ``gradient`` its derivative in log pi: what reaches the parameters.
     """
 
     log_ratio: np.ndarray
@@ -37,14 +34,10 @@ class Curve:
 
 
 def token_at(d: jax.Array, advantage: jax.Array, log_mu: jax.Array, before: jax.Array | None = None) -> Token:
-    """The rules' record of lone tokens, arrays of shape [1].
+    """The rules' record of lone tokens, arrays of shape [1]; ``d`` is the surrogate's log-ratio, differentiable.
 
-    Args:
-        d: log-ratio of the surrogate, differentiable.
-        advantage: A.
-        log_mu: log-probability under the engine.
-        before: ``log pi_l - log mu = log pi_prox - log mu``, what separates the denominator from the engine; None (0)
-            where the denominator is the engine itself.
+    ``before = log pi_l - log mu = log pi_prox - log mu`` separates the denominator from the engine; None: 0, where the
+    denominator is the engine itself.
     """
     before = jnp.zeros_like(d) if before is None else before
     frozen = jax.lax.stop_gradient(d)
@@ -64,7 +57,7 @@ def token_at(d: jax.Array, advantage: jax.Array, log_mu: jax.Array, before: jax.
 
 
 def curve(config: LossConfig, advantage: float, mu: float, q: float, span: float = 0.7, points: int = 1401) -> Curve:
-    """Objective and gradient of one token over ``|log ratio| <= span``, the batch's quantile held at ``q``.
+    """Objective and gradient of a token over ``|log ratio| <= span``, the batch's quantile held at ``q``.
 
     The axis is the ratio that the loss is about: ``pi / mu``, or, where the surrogate divides by a recomputation and a
     weight corrects for the engine (TIS, IcePop, decoupled PPO), that correction ``pi_l / mu`` at ``pi = pi_l``.
@@ -101,41 +94,27 @@ def geometry_figure(config: LossConfig, mu: float = 0.2, q: float = 0.05) -> Fig
         ratio = np.exp(c.log_ratio)
         gradient_axes.plot(ratio, c.gradient, color=colour, label=f"A = {advantage:+.0f}", lw=1.6)
         objective_axes.plot(ratio, c.objective - c.objective[len(ratio) // 2], color=colour, lw=1.6)
-    for axes, title in (
-        (gradient_axes, "gradient, d objective / d log π"),
-        (objective_axes, "objective − its value at r = 1"),
-    ):
-        _frame(axes, config, title)
+    _frame(gradient_axes, config, "gradient, d objective / d log π")
+    _frame(objective_axes, config, "objective − its value at r = 1")
     gradient_axes.legend(frameon=False, fontsize=8)
 
     mus = np.geomspace(1e-3, 1.0, 61)
     rows = [curve(config, 1.0, float(m), q, span, points=301) for m in mus]
     strength = np.stack([row.gradient for row in rows])
     limit = float(np.abs(strength).max()) or 1.0
+    ratio = np.exp(rows[0].log_ratio)
     mesh = plane.pcolormesh(
-        np.exp(rows[0].log_ratio),
-        mus,
-        strength,
-        cmap="RdBu",
-        vmin=-limit,
-        vmax=limit,
-        shading="nearest",
-        rasterized=True,
+        ratio, mus, strength, cmap="RdBu", vmin=-limit, vmax=limit, shading="nearest", rasterized=True
     )
     plane.set(yscale="log", xlabel=_axis(config), ylabel="μ, behaviour probability")
     plane.set_title("gradient for A = +1", fontsize=9, loc="left", color=INK)
-    feasible = np.minimum(1.0, 1.0 / np.exp(rows[0].log_ratio))
-    plane.plot(np.exp(rows[0].log_ratio), feasible, color=MUTED, lw=0.8, ls=":", label="π = 1")
+    plane.plot(ratio, np.minimum(1.0, 1.0 / ratio), color=MUTED, lw=0.8, ls=":", label="π = 1")
     plane.legend(frameon=False, fontsize=7, loc="lower right")
     plane.set_ylim(mus[0], 1.0)
     figure.colorbar(mesh, ax=plane)
     rules = " + ".join(rule.name for rule in config.rules)
     shown = f", q = {q:g}" if config.get(Sat) is not None else ""
-    figure.suptitle(
-        f"{config.label}: {rules}, unit {config.unit}, μ = {mu:g}{shown}",
-        fontsize=10,
-        color=INK,
-    )
+    figure.suptitle(f"{config.label}: {rules}, unit {config.unit}, μ = {mu:g}{shown}", fontsize=10, color=INK)
     return figure
 
 
@@ -151,8 +130,7 @@ def batch_figure(inspection: Inspection, config: LossConfig) -> Figure:
     lines = [(np.log1p(config.eps_high), INK, "-", "nominal radii")]
     if config.eps_low < 1:
         lines.append((np.log1p(-config.eps_low), INK, "-", ""))
-    if q is not None:
-        lines += [(q, NEGATIVE, "--", f"±q = {q:.3g}"), (-q, NEGATIVE, "--", "")]
+    lines += [(q, NEGATIVE, "--", f"±q = {q:.3g}"), (-q, NEGATIVE, "--", "")]
     for x, colour, style, label in lines:
         histogram.axvline(float(x), color=colour, ls=style, lw=1.1, label=label or None)
     histogram.legend(frameon=False, fontsize=8)
@@ -182,11 +160,7 @@ def batch_figure(inspection: Inspection, config: LossConfig) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure; the suffix picks the format.
-
-    Raises:
-        ValueError: an unknown suffix.
-    """
+    """Write a figure; the suffix picks the format, and must be one that matplotlib knows."""
     known = figure.canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in known:
         raise ValueError(f"{path} ends in '{path.suffix}': figures are written as {', '.join(sorted(known))}; use .png")

@@ -17,11 +17,7 @@ from sat_jax.types import Batch
 
 
 def topology_mesh(topology: str, sizes: dict[str, int]) -> Mesh:
-    """A mesh of the chips of a TPU slice such as ``v5p:4x4x4``. Needs libtpu, and no TPU.
-
-    Raises:
-        ValueError: ``sizes`` does not multiply to the chips of the slice.
-    """
+    """A mesh of the chips of a TPU slice such as ``v5p:4x4x4``; ``sizes`` must multiply to them. Needs libtpu."""
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -66,17 +62,9 @@ def shard_bytes(tree: Any) -> int:
 
 
 def memory(program: jax.stages.Compiled) -> dict[str, int]:
-    """The compiler's own account of one device's memory, in bytes.
-
-    Returns:
-        ``arguments`` (state and batch), ``temporaries``, ``outputs`` that are not written over an argument, and their
-        sum ``total``.
-    """
+    """The compiler's own account of one device's memory, in bytes: ``arguments`` (state and batch), ``temporaries``,
+    ``outputs`` that are not written over an argument, and their sum ``total``."""
     found: Any = program.memory_analysis()
     outputs = found.output_size_in_bytes - found.alias_size_in_bytes
-    sizes = {
-        "arguments": found.argument_size_in_bytes,
-        "temporaries": found.temp_size_in_bytes,
-        "outputs": outputs,
-    }
+    sizes = {"arguments": found.argument_size_in_bytes, "temporaries": found.temp_size_in_bytes, "outputs": outputs}
     return sizes | {"total": sum(sizes.values())}

@@ -2,10 +2,9 @@
 
 Nothing here owns a thread, a clock or a file. A ``LearnerSpec`` is static; jit ``partial(train_step, spec)``.
 
-With one micro-batch a step is one forward and one backward pass: the batch summary (the quantile, the denominators) is
-taken from that very forward pass. With more, a scoring pass without gradient comes first; the summary and every
-gate are decided on its log-probs, so that all micro-batches see the same trust region. Rows of the micro-batches are
-put back into their order before anything is summed, and are divided once.
+With one micro-batch the batch summary (the quantile, the denominators) is taken from the step's own forward pass. With
+more, a scoring pass without gradient comes first; the summary and every gate are decided on its log-probs, so that all
+micro-batches see the same trust region. Their rows are put back into order before anything is summed and divided, once.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import optax
 from sat_jax import losses, model
 from sat_jax.losses import LossInputs, LossRows, LossSummary
 from sat_jax.losses.masked import masked_mean
-from sat_jax.model import ForwardOptions, ModelConfig, Placement, RouterOutput, load_balancing_loss, router_z_loss
+from sat_jax.model import ForwardOptions, ModelConfig, Placement, RouterOutput
 from sat_jax.types import NATIVE_ROUTE, Batch, TrainState
 
 Metrics = dict[str, jax.Array]
@@ -33,19 +32,16 @@ class LearnerSpec:
     """Everything static about a learner step.
 
     Attributes:
-        model: architecture.
-        loss: the loss function, from ``losses.make_loss``.
         optimizer: optax transformation applied to the raw gradient.
         schedule: learning rate by step; only reported, the optimizer has its own reference to it.
         temperature: sampling temperature; the learner's log-probs are taken at the same one.
         micro_batches: slices of a batch; must divide its rows.
         routing_replay: route by ``batch.routed_experts`` (R3, eq. 40); if False they only feed
-        ``moe/router_agreement``.
-        router_aux_loss_coef: weight of the load-balancing loss.
-        router_z_loss_coef: weight of the router z-loss.
+            ``moe/router_agreement``.
+        router_aux_loss_coef, router_z_loss_coef: weights of the load-balancing loss and of the router z-loss.
         packed: rows hold several sequences, told apart by ``batch.segment_ids``; if False a row is one sequence.
         head_chunk: most token positions whose logits are in memory at once.
-        forward: compute type, remat, grouped-matmul choice.
+        forward: compute type, remat, placement.
     """
 
     model: ModelConfig
@@ -63,8 +59,7 @@ class LearnerSpec:
 
 
 class Scores(NamedTuple):
-    """What a pass without gradient says about a batch; [B, T] float32, aligned with ``batch.tokens``, 0 outside its
-    ``loss_mask``."""
+    """Of a pass without gradient: [B, T] float32, aligned with ``batch.tokens``, 0 outside its ``loss_mask``."""
 
     log_probs: jax.Array
     entropy: jax.Array | None
@@ -98,13 +93,10 @@ def adam(
 
 def learning_rate(lr: float, warmup_steps: int = 0, decay_steps: int = 0) -> optax.Schedule:
     """Constant ``lr``, or 0 -> lr over ``warmup_steps`` and lr -> 0 over the ``decay_steps`` after them."""
-    parts: list[optax.Schedule] = []
-    boundaries: list[int] = []
-    if warmup_steps:
-        parts.append(optax.linear_schedule(0.0, lr, warmup_steps))
-        boundaries.append(warmup_steps)
-    parts.append(optax.linear_schedule(lr, 0.0, decay_steps) if decay_steps else optax.constant_schedule(lr))
-    return optax.join_schedules(parts, boundaries)
+    after = optax.linear_schedule(lr, 0.0, decay_steps) if decay_steps else optax.constant_schedule(lr)
+    if not warmup_steps:
+        return after
+    return optax.join_schedules([optax.linear_schedule(0.0, lr, warmup_steps), after], [warmup_steps])
 
 
 def supervised_spec(spec: LearnerSpec, lr: float, warmup_steps: int) -> LearnerSpec:
@@ -120,24 +112,17 @@ def init_state(spec: LearnerSpec, params: Any) -> TrainState:
 
 
 def state_shardings(spec: LearnerSpec) -> Any:
-    """Where every array of the training state lies on the mesh of ``spec.forward.placement``: a
-    ``TrainState`` of shardings.
+    """A ``TrainState`` of shardings on the mesh of ``spec.forward.placement``.
 
-    Moments lie like the parameters they belong to; counters are replicated.
-
-    Raises:
-        ValueError: no placement, or a mesh that does not divide the model.
+    Moments lie like the parameters they belong to; counters are replicated. Raises ``ValueError`` without a placement,
+    and for a mesh that does not divide the model.
     """
     placement = _placement(spec)
     params = model.param_shardings(spec.model, placement.mesh)
     replicated = placement.sharding(())
     state: Any = jax.eval_shape(partial(init_state, spec), model.abstract_params(spec.model))
     opt_state = optax.tree_map_params(
-        spec.optimizer,
-        lambda _, sharding: sharding,
-        state.opt_state,
-        params,
-        transform_non_params=lambda _: replicated,
+        spec.optimizer, lambda _, sharding: sharding, state.opt_state, params, transform_non_params=lambda _: replicated
     )
     return state.replace(step=replicated, params=params, opt_state=opt_state)
 
@@ -155,23 +140,16 @@ def _placement(spec: LearnerSpec) -> Placement:
 
 
 def score(spec: LearnerSpec, params: Any, batch: Batch) -> Scores:
-    """Log-probs and entropies of the tokens under ``batch.loss_mask``, without gradient, micro-batch by micro-batch.
-
-    Serves the reference, the proximal and the rollout-policy pass.
-    """
+    """Log-probs and entropies of the tokens under ``batch.loss_mask``, without gradient, micro-batch by micro-batch."""
     scores = _score(spec, params, batch)
     return Scores(scores.log_probs, scores.entropy)
 
 
 def train_step(spec: LearnerSpec, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """One optimizer update on one batch.
+    """One optimizer update on one batch: the next state, and scalar metrics.
 
-    Returns:
-        the next state and scalar metrics. The update is withheld (parameters and optimizer state unchanged, the step
-        still counted, ``train/update_skipped`` 1) when no token is active or the gradient is not finite.
-
-    Raises:
-        ValueError: at trace time, when the rows are not a multiple of ``spec.micro_batches``.
+    The update is withheld (parameters and optimizer state unchanged, the step still counted, ``train/update_skipped``
+    1) when no token is active or the gradient is not finite. Rows must be a multiple of ``spec.micro_batches``.
     """
     chex.assert_rank([batch.tokens, batch.loss_mask, batch.behavior_log_probs], 2)
     chex.assert_equal_shape([batch.tokens, batch.segment_ids, batch.positions, batch.loss_mask, batch.policy_versions])
@@ -211,8 +189,8 @@ def _forward(
 ) -> _Pass:
     """One pass over a batch, or over a part of the batch whose router statistics are ``whole``.
 
-    Without a ``temperature`` of its own it is over what the tokens were sampled from: the spec's temperature and the
-    recorded supports (50), so that every ratio and KL compares distributions over the same tokens.
+    Without a ``temperature`` it is over what the tokens were sampled from: the spec's temperature and the recorded
+    supports (50), so that every ratio and KL compares distributions over the same tokens.
     """
     out = model.forward(
         params,
@@ -250,8 +228,8 @@ def _routing(spec: LearnerSpec, router: RouterOutput, batch: Batch, whole: _Rout
         tokens=router.tokens,
         recorded=recorded,
         agreed=agreed,
-        balance=load_balancing_loss(router, *((whole.load, whole.tokens) if whole else ())),
-        z=router_z_loss(router, whole.tokens if whole else None),
+        balance=model.load_balancing_loss(router, *((whole.load, whole.tokens) if whole else ())),
+        z=model.router_z_loss(router, whole.tokens if whole else None),
     )
 
 
@@ -290,7 +268,7 @@ def _inputs(spec: LearnerSpec, batch: Batch, out: _Pass, scored: jax.Array | Non
 
 
 _Whole = tuple[Any, LossRows, LossSummary, jax.Array | None, _Routing | None]
-"""Gradient, loss rows, summary, probability outside the support and router statistics of a batch."""
+"""Gradient, loss rows, summary, probability outside the support, router statistics."""
 
 
 def _whole_batch(spec: LearnerSpec, params: Any, batch: Batch) -> _Whole:
@@ -336,8 +314,7 @@ def _score(spec: LearnerSpec, params: Any, batch: Batch) -> _Pass:
 
 
 def _split(tree: Any, parts: int) -> Any:
-    """[B, ...] -> [parts, B / parts, ...], rows dealt in turn so that a batch sharded over devices stays where it
-    is."""
+    """[B, ...] -> [parts, B / parts, ...], rows dealt in turn, so that a sharded batch stays where it is."""
 
     def leaf(x: jax.Array) -> jax.Array:
         if x.shape[0] % parts:

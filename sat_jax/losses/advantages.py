@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,6 @@ def group_advantages(
     Args:
         rewards: float [N, G] (groups are rows), or [M] with ``group_ids``.
         group_ids: int [M], any values; members of a group share one.
-        kind: which baseline and scale.
-        eps: added to the standard deviation.
         failed: bool, shape of ``rewards``: responses that were aborted or could not be graded. Their advantage is 0.
         failures: whether a failed sibling is left out of the baseline (``exclude``, the default) or counts as reward 0.
 
@@ -49,29 +47,24 @@ def group_advantages(
     Raises:
         ValueError: shapes that do not fit, an unknown kind.
     """
-    if kind not in ("group_std_unbiased", "group_std_biased", "group_mean", "leave_one_out"):
-        raise ValueError(
-            f"advantage kind {kind!r} is unknown: use group_std_unbiased, group_std_biased, group_mean or leave_one_out"
-        )
+    if kind not in get_args(AdvantageKind):
+        raise ValueError(f"advantage kind {kind!r} is unknown: use {' or '.join(get_args(AdvantageKind))}")
     if failures not in ("exclude", "zero"):
         raise ValueError(f"failures = {failures!r} is unknown: use 'exclude' or 'zero'")
     xp: Any = jnp if isinstance(rewards, jax.Array) else np
     rewards = xp.asarray(rewards)
     if rewards.dtype != xp.float64:
         rewards = rewards.astype(xp.float32)
-    if group_ids is None:
-        if rewards.ndim != 2:
-            raise ValueError(
-                f"rewards has shape {rewards.shape}: pass [groups, responses], or a flat array and group_ids"
-            )
-        same = None
-    else:
+    same = None
+    if group_ids is not None:
         group_ids = xp.asarray(group_ids)
         if rewards.ndim != 1 or group_ids.shape != rewards.shape:
             raise ValueError(
                 f"group_ids has shape {group_ids.shape} and rewards {rewards.shape}: both must be flat and equal"
             )
         same = group_ids[:, None] == group_ids[None, :]
+    elif rewards.ndim != 2:
+        raise ValueError(f"rewards has shape {rewards.shape}: pass [groups, responses], or a flat array and group_ids")
     ok = xp.ones(rewards.shape, bool) if failed is None else ~xp.asarray(failed)
     if ok.shape != rewards.shape:
         raise ValueError(f"failed has shape {ok.shape} and rewards {rewards.shape}: give one flag a response")

@@ -38,22 +38,19 @@ class LossConfig(Checked, section="loss"):
         unit: what the surrogate's ratio is taken over.
         denominator: which log-probs the ratio divides by: the engine's own (``rollout``), the learner's recomputation
             at the weights that sampled (``rollout_policy``), or at the start of the batch (``proximal``).
-        eps_low: lower radius of the interval.
-        eps_high: upper radius.
+        eps_low, eps_high: lower and upper radius of the interval.
         rules: what it is made of, each named by its class, once; exactly one is a surrogate. Their order does not
             matter: radii, masks and weights multiply, penalties add.
         loss_agg_mode: ``token-mean``: mean over active tokens; ``seq-mean-token-mean``: mean over responses of each
             one's token mean; ``seq-mean-token-sum-norm``: mean over responses of the token sum, divided by
             ``loss_scale_factor``.
         loss_scale_factor: constant length for ``seq-mean-token-sum-norm``; None takes the padded length T (verl).
-        count_empty_rows: whether responses without an active token count in the mean over responses (TRL and slime
-            say yes, verl no).
-        kl_loss_coef: weight of the KL term; 0 leaves it out.
+        count_empty_rows: responses without an active token count in the mean over responses (TRL, slime; not verl).
+        kl_loss_coef, entropy_coef: weights of the KL term and of the entropy bonus; 0 leaves it out.
         kl_loss_type: the estimator.
         kl_unit: ``token``, or ``sequence``: the response's mean, broadcast to its tokens (38).
         kl_unbiased: multiply the estimate by the ratio, gradient through both (TRL ``use_bias_correction_kl``); exact
             with k1 and k3.
-        entropy_coef: weight of the entropy bonus; 0 leaves it out.
         kernel: ``reference`` (plain JAX), ``pallas`` or ``auto``; read by ``sat_jax.kernels``, which makes the choice.
     """
 
@@ -106,11 +103,9 @@ class LossConfig(Checked, section="loss"):
 
     @property
     def surrogate(self) -> Surrogate:
-        """The one surrogate."""
         return self.active(Surrogate)[0]
 
     def active(self, kind: type[R]) -> list[R]:
-        """The rules of a kind."""
         return [rule for rule in self.rules if isinstance(rule, kind)]
 
     def get(self, kind: type[R]) -> R | None:
@@ -125,7 +120,7 @@ class LossConfig(Checked, section="loss"):
         return dataclasses.replace(self, rules=(*kept, *rules))
 
     def without(self, kind: type[Rule]) -> LossConfig:
-        """The same loss without the rules of a kind or class."""
+        """The same loss without the rules of a class or kind."""
         return dataclasses.replace(self, rules=tuple(rule for rule in self.rules if not isinstance(rule, kind)))
 
     def needs(self) -> tuple[str, ...]:
@@ -141,13 +136,12 @@ class LossConfig(Checked, section="loss"):
 
 @functools.cache
 def _ours() -> dict[str, type[Rule]]:
-    """The names that are taken."""
     exported = [getattr(known_rules, name) for name in known_rules.__all__]
     return {x.section: x for x in exported if isinstance(x, type) and issubclass(x, Rule)}
 
 
 def _check_rule(rule: object) -> None:
-    """Whether something is a rule that can stand in a loss, whoever wrote it."""
+    """Refuses what cannot stand in a loss, whoever wrote it."""
     if isinstance(rule, type) and issubclass(rule, Rule):
         raise ValueError(f"loss.rules holds the class {rule.__name__}: make a rule of it, {rule.__name__}()")
     if not isinstance(rule, Rule):

@@ -57,12 +57,10 @@ def token_diagnostics(config: LossConfig, token: Token, terms: TokenTerms, summa
         sums["async/delta_pi"] = jnp.abs(d - token.implementation)
         sums["async/delta_impl"] = jnp.abs(token.implementation)
     radii = terms.radii
-    if (
-        terms.gate is not None
-        and terms.intercepted is not None
-        and radii.c_low is not None
-        and radii.c_high is not None
-    ):
+    if terms.gate is not None:  # then all of these are there
+        assert terms.intercepted is not None
+        assert radii.c_low is not None
+        assert radii.c_high is not None
         sums |= {
             "sat/gate_rate": terms.gate,
             "sat/intercept_rate": terms.intercepted,

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-OPTIONAL = (
-    "reference_log_probs",
-    "rollout_policy_log_probs",
-    "proximal_log_probs",
-    "scored_log_probs",
-    "entropy",
-)
+OPTIONAL_LOG_PROBS = ("reference_log_probs", "rollout_policy_log_probs", "proximal_log_probs", "scored_log_probs")
 LOG_PROB_SLACK = 1e-3
 """A log-prob may exceed 0 by this much: rounding in a low-precision engine."""
 
@@ -52,11 +44,7 @@ class LossInputs:
 
 
 def check_shapes(inputs: LossInputs) -> None:
-    """Shapes and types, from the arrays' static description: works while tracing.
-
-    Raises:
-        ValueError: naming the array, what it is and what it must be.
-    """
+    """Raises ``ValueError`` for shapes and types that do not fit; works while tracing."""
     for name in ("log_probs", "behavior_log_probs", "advantages", "loss_mask"):
         if getattr(inputs, name) is None:
             raise ValueError(f"{name} is None: every loss needs it; pass an array [B, T]")
@@ -65,7 +53,7 @@ def check_shapes(inputs: LossInputs) -> None:
             f"log_probs has shape {np.shape(inputs.log_probs)}: it must be [B, T]; vmap over further leading axes"
         )
     shape = np.shape(inputs.log_probs)
-    for name in ("behavior_log_probs", "loss_mask", "segment_ids", *OPTIONAL):
+    for name in ("behavior_log_probs", "loss_mask", "segment_ids", *OPTIONAL_LOG_PROBS, "entropy"):
         array = getattr(inputs, name)
         if array is not None and np.shape(array) != shape:
             raise ValueError(f"{name} has shape {np.shape(array)} but log_probs has {shape}: pass one entry a token")
@@ -76,20 +64,22 @@ def check_shapes(inputs: LossInputs) -> None:
         raise ValueError(
             f"advantages has shape {advantages} but rows are packed (segment_ids): give one entry a token, {shape}"
         )
-    if not jnp.issubdtype(_dtype(inputs.log_probs), jnp.floating):
-        raise ValueError(f"log_probs has dtype {_dtype(inputs.log_probs)}: it must be floating; cast it to float32")
-    if jnp.issubdtype(_dtype(inputs.loss_mask), jnp.complexfloating):
-        raise ValueError(f"loss_mask has dtype {_dtype(inputs.loss_mask)}: it must be bool or 0/1")
-    if inputs.segment_ids is not None and not jnp.issubdtype(_dtype(inputs.segment_ids), jnp.integer):
-        raise ValueError(f"segment_ids has dtype {_dtype(inputs.segment_ids)}: it must be an integer; 0 marks padding")
+    kind = jnp.result_type(inputs.log_probs)
+    if not jnp.issubdtype(kind, jnp.floating):
+        raise ValueError(f"log_probs has dtype {kind}: it must be floating; cast it to float32")
+    kind = jnp.result_type(inputs.loss_mask)
+    if jnp.issubdtype(kind, jnp.complexfloating):
+        raise ValueError(f"loss_mask has dtype {kind}: it must be bool or 0/1")
+    if inputs.segment_ids is not None and not jnp.issubdtype(jnp.result_type(inputs.segment_ids), jnp.integer):
+        kind = jnp.result_type(inputs.segment_ids)
+        raise ValueError(f"segment_ids has dtype {kind}: it must be an integer; 0 marks padding")
 
 
 def check_values(inputs: LossInputs) -> None:
-    """Values of concrete arrays: what cannot be seen while tracing.
+    """Checks the values of concrete arrays, which cannot be seen while tracing, and their shapes.
 
     Raises:
-        ValueError: a mask that is not 0/1, log-probs above 0 or NaN on active tokens, advantages that are not finite on
-            active tokens.
+        ValueError: a mask that is not 0/1; on active tokens, log-probs above 0 or NaN, or infinite advantages.
     """
     check_shapes(inputs)
     mask = np.asarray(inputs.loss_mask)
@@ -98,34 +88,22 @@ def check_values(inputs: LossInputs) -> None:
         if odd.size:
             raise ValueError(f"loss_mask holds {odd.flat[0]}: it must be bool or 0/1; weights belong in the advantages")
         mask = mask != 0
-    for name in ("log_probs", "behavior_log_probs", *OPTIONAL[:-1]):
+    for name in ("log_probs", "behavior_log_probs", *OPTIONAL_LOG_PROBS):
         array = getattr(inputs, name)
         if array is None:
             continue
         values = np.asarray(array, np.float64)
         _refuse(mask & np.isnan(values), values, name, "log-probs must be numbers on active tokens; mask the token out")
-        _refuse(
-            mask & (values > LOG_PROB_SLACK),
-            values,
-            name,
-            f"log-probs are at most 0 (+{LOG_PROB_SLACK}); pass logs, in nats",
-        )
+        above = f"log-probs are at most 0 (+{LOG_PROB_SLACK}); pass logs, in nats"
+        _refuse(mask & (values > LOG_PROB_SLACK), values, name, above)
     advantages = np.asarray(inputs.advantages, np.float64)
     if advantages.ndim == 1:
         advantages = np.broadcast_to(advantages[:, None], mask.shape)
-    _refuse(
-        mask & ~np.isfinite(advantages),
-        advantages,
-        "advantages",
-        "they must be finite on active tokens; mask the token out",
-    )
+    rule = "they must be finite on active tokens; mask the token out"
+    _refuse(mask & ~np.isfinite(advantages), advantages, "advantages", rule)
 
 
 def _refuse(bad: np.ndarray, values: np.ndarray, name: str, rule: str) -> None:
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
         raise ValueError(f"{name}[{where[0]}, {where[1]}] = {values[where]:g}: {rule} ({int(bad.sum())} such tokens)")
-
-
-def _dtype(x: Any) -> np.dtype:
-    return np.dtype(jnp.result_type(x))

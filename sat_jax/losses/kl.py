@@ -25,15 +25,8 @@ def kl_estimate(log_probs: chex.Array, reference_log_probs: chex.Array, kind: Kl
     ``k1+``, ``k3+``        value of k1, k3; gradient of k2              straight-through
     ======================  ===========================================  =========================
 
-    A clamped token has no gradient: clamping the output alone leaves ``inf * 0`` in the backward pass.
-
-    Args:
-        log_probs: float, differentiable.
-        reference_log_probs: float, same shape.
-        kind: the estimator. ``k3`` and ``low_var_kl`` are one function.
-
-    Returns:
-        float, nats, same shape.
+    Floats of one shape in, nats of that shape out; ``log_probs`` is differentiable. A clamped token has no gradient:
+    clamping the output alone leaves ``inf * 0`` in the backward pass.
 
     Source: Schulman, "Approximating KL divergence"; names as in verl and slime.
     """

@@ -8,22 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from sat_jax.losses import tokens
 from sat_jax.losses.config import LossConfig
 from sat_jax.losses.diagnostics import Reductions, reduce_metrics, reduce_rows, token_diagnostics
 from sat_jax.losses.inputs import LossInputs
 from sat_jax.losses.kl import kl_capped, kl_estimate
 from sat_jax.losses.masked import batch_sum, row_sum
 from sat_jax.losses.rules.sat import Sat
-from sat_jax.losses.tokens import (
-    LossSummary,
-    Prepared,
-    Ranker,
-    prepare,
-    ranker,
-    rule_summaries,
-    token_scale,
-    token_terms,
-)
+from sat_jax.losses.tokens import LossSummary, Prepared
 
 Metrics = dict[str, jax.Array]
 
@@ -34,17 +26,11 @@ class LossRows:
 
     Rows of micro-batches are concatenated and then summed once, so the split does not change a bit of the result
     (``Loss.metrics`` sums them in a fixed order; for a gradient any sum will do).
-
-    Attributes:
-        loss: float [B]; sums to the loss.
-        pg_loss: float [B]; policy term alone.
-        kl_loss: float [B]; KL term before its coefficient.
-        diagnostics: per-row partial sums, minima and maxima behind the metrics.
     """
 
-    loss: jax.Array
-    pg_loss: jax.Array
-    kl_loss: jax.Array
+    loss: jax.Array  # float [B]; sums to the loss
+    pg_loss: jax.Array  # its policy term
+    kl_loss: jax.Array  # its KL term before the coefficient
     diagnostics: Reductions
 
 
@@ -64,10 +50,8 @@ class Loss:
     def __call__(self, inputs: LossInputs) -> tuple[jax.Array, Metrics]:
         """Loss (scalar) and metrics of a whole batch.
 
-        Pure, jittable, differentiable in ``inputs.log_probs`` (and ``entropy``), vmappable over a leading axis.
-
-        Raises:
-            ValueError: shapes that do not match, or an array that a rule needs is missing.
+        Pure, jittable, differentiable in ``inputs.log_probs`` (and ``entropy``), vmappable over a leading axis. Raises
+        ``ValueError`` where shapes do not match or an array that a rule needs is missing.
         """
         summary = self.summarize(inputs)
         rows = self.rows(inputs, summary)
@@ -76,33 +60,37 @@ class Loss:
     def summarize(self, inputs: LossInputs, axis_names: tuple[str, ...] = ()) -> LossSummary:
         """Denominators and rule summaries of the whole batch; no gradient.
 
-        Args:
-            inputs: the whole batch (under ``jit`` it may be sharded over rows in any way).
-            axis_names: inside ``shard_map`` or ``pmap``: the mapped axes over which the batch is spread.
+        Under ``jit`` the batch may be sharded over rows in any way; inside ``shard_map`` or ``pmap``, ``axis_names``
+        are the mapped axes over which it is spread.
         """
-        prepared = prepare(self.config, jax.lax.stop_gradient(inputs))
-        tokens = jnp.sum(prepared.mask, dtype=jnp.uint32)
+        prepared = tokens.prepare(self.config, jax.lax.stop_gradient(inputs))
+        n_tokens = jnp.sum(prepared.mask, dtype=jnp.uint32)
         counted = prepared.sequences.present if self.config.count_empty_rows else prepared.sequences.active
         n_sequences = jnp.sum(counted, dtype=jnp.uint32)
         for axis in axis_names:
-            tokens, n_sequences = jax.lax.psum((tokens, n_sequences), axis)
+            n_tokens, n_sequences = jax.lax.psum((n_tokens, n_sequences), axis)
         dtype = prepared.token.ratio.dtype
         batch_rules = {
             rule.name: rule.summarize(prepared.token, self.ranker(prepared, axis_names))
             for rule in self.config.rules
             if rule.summary_scope()[0] == "batch"
         }
-        return LossSummary(tokens.astype(dtype), n_sequences.astype(dtype), batch_rules)
+        return LossSummary(n_tokens.astype(dtype), n_sequences.astype(dtype), batch_rules)
 
     def rows(self, inputs: LossInputs, summary: LossSummary) -> LossRows:
         """Every row's share of loss and metrics, for any slice of rows of the batch behind ``summary``."""
         config = self.config
-        prepared = prepare(config, inputs)
-        scale = token_scale(config, prepared, summary)
+        prepared = tokens.prepare(config, inputs)
+        scale = tokens.token_scale(config, prepared, summary)
         loss, diagnostics = self.policy_rows(prepared, summary, scale)
         pg_loss, kl_loss = loss, jnp.zeros_like(loss)
         if inputs.reference_log_probs is not None:
-            kl = self._kl(prepared, inputs.reference_log_probs)
+            reference = jnp.where(prepared.mask, inputs.reference_log_probs, 0).astype(prepared.token.log_prob.dtype)
+            kl = kl_estimate(prepared.token.log_prob, reference, config.kl_loss_type)
+            if config.kl_unbiased:
+                kl = kl * prepared.token.ratio
+            if config.kl_unit == "sequence":
+                kl = prepared.sequences.mean(kl)
             kl_loss = share(kl, prepared, scale)
             capped = kl_capped(prepared.token.log_prob, inputs.reference_log_probs, config.kl_loss_type)
             diagnostics.sums["train/kl_capped_ratio"] = row_sum(capped.astype(loss.dtype), prepared.mask)
@@ -118,14 +106,14 @@ class Loss:
     def policy_rows(self, prepared: Prepared, summary: LossSummary, scale: jax.Array) -> tuple[jax.Array, Reductions]:
         """The policy term's share of every row, and the rows' diagnostics: what a kernel replaces."""
         config = self.config
-        summaries = rule_summaries(config, prepared, summary, self.ranker)
-        terms = token_terms(config, prepared.token, summaries)
+        summaries = tokens.rule_summaries(config, prepared, summary, self.ranker)
+        terms = tokens.token_terms(config, prepared.token, summaries)
         per_token = token_diagnostics(config, prepared.token, terms, summaries)
         return share(terms.loss, prepared, scale), reduce_rows(per_token, prepared.mask)
 
-    def ranker(self, prepared: Prepared, axis_names: tuple[str, ...] = (), shards: int = 1) -> Ranker:
+    def ranker(self, prepared: Prepared, axis_names: tuple[str, ...] = (), shards: int = 1) -> tokens.Ranker:
         """How quantiles over active tokens are found: what a kernel replaces."""
-        return ranker(prepared, axis_names, shards)
+        return tokens.ranker(prepared, axis_names, shards)
 
     def metrics(self, rows: LossRows, summary: LossSummary) -> Metrics:
         """Scalars by name, from the concatenated rows of all micro-batches. Each is a ratio of sums, taken once."""
@@ -135,15 +123,6 @@ class Loss:
         if (sat := self.config.get(Sat)) is not None and sat.name in summary.rules:
             metrics["sat/q"] = summary.rules[sat.name].q
         return jax.lax.stop_gradient(metrics)
-
-    def _kl(self, prepared: Prepared, reference_log_probs: jax.Array) -> jax.Array:
-        config = self.config
-        log_prob = prepared.token.log_prob
-        reference = jnp.where(prepared.mask, reference_log_probs, 0).astype(log_prob.dtype)
-        estimate = kl_estimate(log_prob, reference, config.kl_loss_type)
-        if config.kl_unbiased:
-            estimate = estimate * prepared.token.ratio
-        return prepared.sequences.mean(estimate) if config.kl_unit == "sequence" else estimate
 
 
 def share(x: jax.Array, prepared: Prepared, scale: jax.Array, coefficient: float = 1.0) -> jax.Array:
@@ -159,11 +138,7 @@ def share(x: jax.Array, prepared: Prepared, scale: jax.Array, coefficient: float
 
 
 def make_loss(config: LossConfig) -> Loss:
-    """The loss that ``config`` describes, in plain JAX. ``sat_jax.kernels.make_loss`` offers the Pallas twin.
-
-    Raises:
-        ValueError: something else than a ``LossConfig``.
-    """
+    """The loss that ``config`` describes, in plain JAX. ``sat_jax.kernels.make_loss`` offers the Pallas twin."""
     if not isinstance(config, LossConfig):
         raise ValueError(f"make_loss takes a LossConfig, not {config!r}: a named one is losses.method('sat-gspo')")
     return Loss(config)

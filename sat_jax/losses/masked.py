@@ -110,20 +110,13 @@ class Sequences:
 
     Statistics of a sequence come back in a shape that broadcasts against ``[B, T]``: ``[B, 1]`` for whole rows, where
     they are one number a row and cost nothing, ``[B, T]`` for packed ones.
-
-    Attributes:
-        mask: bool [B, T], active tokens.
-        counts: float [B, 1] or [B, T]; active tokens of the token's own sequence.
-        index: int32 [B, T] or None; 0-based position of the token's segment in its row.
-        active: uint32 [B]; sequences of the row with at least one active token.
-        present: uint32 [B]; sequences of the row, empty ones included.
     """
 
-    mask: jax.Array
-    counts: jax.Array
-    index: jax.Array | None
-    active: jax.Array
-    present: jax.Array
+    mask: jax.Array  # bool [B, T], active tokens
+    counts: jax.Array  # float [B, 1] or [B, T]; active tokens of the token's own sequence
+    index: jax.Array | None  # int32 [B, T]; 0-based position of the token's segment in its row
+    active: jax.Array  # uint32 [B]; sequences of the row with at least one active token
+    present: jax.Array  # uint32 [B]; sequences of the row, empty ones included
 
     def sum(self, x: chex.Array) -> jax.Array:
         """Sum of ``x`` [B, T] over the active tokens of each token's sequence."""
@@ -138,12 +131,9 @@ class Sequences:
 
 
 def sequences(mask: chex.Array, segment_ids: chex.Array | None, dtype: jnp.dtype) -> Sequences:
-    """Group the tokens of each row.
+    """Group the tokens of each row: ``mask`` is bool [B, T], ``segment_ids`` int [B, T], ``dtype`` that of the counts.
 
-    Args:
-        mask: bool [B, T].
-        segment_ids: int [B, T] or None. A new segment starts wherever the id changes; id 0 is padding.
-        dtype: floating type of the counts.
+    A new segment starts wherever the id changes; id 0 is padding.
     """
     if segment_ids is None:
         counts = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.uint32)

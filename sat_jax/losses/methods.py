@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
+from sat_jax.losses import rules
 from sat_jax.losses.config import Denominator, LossConfig
 from sat_jax.losses.ratios import Unit
-from sat_jax.losses.rules import (
-    Cispo,
-    Decoupled,
-    Dppo,
-    Drpo,
-    DualClip,
-    Icepop,
-    Kpop,
-    Ppo,
-    Rule,
-    Sat,
-    Seqclip,
-    Spo,
-    Tis,
-    TisReinforce,
-    Unclipped,
-)
+from sat_jax.losses.rules import Ppo, Rule
 from sat_jax.names import nearest
 
 REPLAY_SUFFIX = "-r3"
@@ -32,40 +17,42 @@ DESCRIPTIONS: dict[str, str] = {}
 """What each does, in a line."""
 
 
-def _add(name: str, description: str, *rules: Rule, unit: Unit = "token", denominator: Denominator = "rollout") -> None:
-    METHODS[name] = LossConfig(name=name, unit=unit, denominator=denominator, rules=rules)
+def _add(name: str, description: str, *parts: Rule, unit: Unit = "token", denominator: Denominator = "rollout") -> None:
+    METHODS[name] = LossConfig(name=name, unit=unit, denominator=denominator, rules=parts)
     DESCRIPTIONS[name] = description
 
 
 _add("grpo", "PPO's clip on token ratios", Ppo())
 _add("gspo", "PPO's clip on the length-normalised sequence ratio", Ppo(), unit="sequence")
-_add("grpo-tis", "GRPO on pi_j / pi_l, weighted by min(pi_l / mu, 2)", Ppo(), Tis(), denominator="rollout_policy")
+_add("grpo-tis", "GRPO on pi_j / pi_l, weighted by min(pi_l / mu, 2)", Ppo(), rules.Tis(), denominator="rollout_policy")
 _add(
     "gspo-tis",
     "GSPO on pi_j / pi_l, weighted by min(pi_l / mu, 2)",
     Ppo(),
-    Tis(),
+    rules.Tis(),
     unit="sequence",
     denominator="rollout_policy",
 )
-_add("dppo", "GRPO, dropping outward tokens with |pi - mu| > 1e-3", Ppo(), Dppo())
-_add("sat-grpo", "GRPO with SAT's contracted interval", Ppo(), Sat())
-_add("sat-gspo", "GSPO with SAT's contracted interval", Ppo(), Sat(), unit="sequence")
-_add("seqclip", "GSPO, dropping responses outside [0.995, 1.005]", Ppo(), Seqclip(), unit="sequence")
+_add("dppo", "GRPO, dropping outward tokens with |pi - mu| > 1e-3", Ppo(), rules.Dppo())
+_add("sat-grpo", "GRPO with SAT's contracted interval", Ppo(), rules.Sat())
+_add("sat-gspo", "GSPO with SAT's contracted interval", Ppo(), rules.Sat(), unit="sequence")
+_add("seqclip", "GSPO, dropping responses outside [0.995, 1.005]", Ppo(), rules.Seqclip(), unit="sequence")
 _add(
     "icepop",
     "GRPO on pi_j / pi_l, weighted by k = pi_l / mu where 0.5 <= k <= 5",
     Ppo(),
-    Icepop(),
+    rules.Icepop(),
     denominator="rollout_policy",
 )
-_add("kpop", "GRPO, keeping tokens whose Bernoulli KLs are at most 0.1", Ppo(), Kpop())
-_add("spo", "quadratic penalty in the ratio instead of a clip", Unclipped(), Spo())
-_add("drpo", "quadratic penalty in probability instead of a clip", Unclipped(), Drpo())
-_add("cispo", "REINFORCE weighted by the clipped ratio", Cispo())
-_add("tis-reinforce", "REINFORCE weighted by min(r, 2), equation (41) as printed", TisReinforce())
-_add("dual-clip", "GRPO with a floor for negative advantages", DualClip())
-_add("decoupled-ppo", "GRPO on pi / pi_prox, weighted by pi_prox / mu", Ppo(), Decoupled(), denominator="proximal")
+_add("kpop", "GRPO, keeping tokens whose Bernoulli KLs are at most 0.1", Ppo(), rules.Kpop())
+_add("spo", "quadratic penalty in the ratio instead of a clip", rules.Unclipped(), rules.Spo())
+_add("drpo", "quadratic penalty in probability instead of a clip", rules.Unclipped(), rules.Drpo())
+_add("cispo", "REINFORCE weighted by the clipped ratio", rules.Cispo())
+_add("tis-reinforce", "REINFORCE weighted by min(r, 2), equation (41) as printed", rules.TisReinforce())
+_add("dual-clip", "GRPO with a floor for negative advantages", rules.DualClip())
+_add(
+    "decoupled-ppo", "GRPO on pi / pi_prox, weighted by pi_prox / mu", Ppo(), rules.Decoupled(), denominator="proximal"
+)
 
 TABLE_1 = (
     "grpo",

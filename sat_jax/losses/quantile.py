@@ -26,9 +26,6 @@ def decimal_digits(alpha: float) -> tuple[int, ...]:
 
     ``str`` of a float is the shortest decimal that reads back as that float, which is what a person typed; the binary
     value itself (0.9 is stored a little above nine tenths) would round the rank up.
-
-    Raises:
-        ValueError: alpha outside (0, 1).
     """
     if not 0.0 < float(alpha) < 1.0:
         raise ValueError(
@@ -44,13 +41,7 @@ def rank_from_alpha(count: chex.Array, alpha: float) -> jax.Array:
 
     Horner's scheme over the decimal digits ``d1 d2 .. dk`` of alpha: ``alpha*n = (d1*n + (d2*n + ...)/10)/10``. Each
     step divides by ten before it multiplies, so 32 bits suffice; a non-zero remainder anywhere rounds the result up.
-
-    Args:
-        count: integer, any shape: how many active tokens there are.
-        alpha: the share, as typed.
-
-    Returns:
-        uint32, shape of ``count``; 0 where the count is 0.
+    Integers of any shape in, uint32 of that shape out; 0 for 0.
     """
     n = jnp.asarray(count).astype(jnp.uint32)
     tens, ones = n // 10, n % 10
@@ -69,17 +60,13 @@ def order_statistic(
 ) -> jax.Array:
     """The ``rank``-th smallest of non-negative numbers, each counted ``weights`` times.
 
-    ``inf{x : sum(weights[magnitudes <= x]) >= rank}``. Inside ``shard_map`` or ``pmap`` name the mapped axes to count
-    across them; under ``jit`` on sharded arrays nothing needs naming.
+    ``inf{x : sum(weights[magnitudes <= x]) >= rank}``, a scalar; 0 for rank 0. Inside ``shard_map`` or ``pmap`` name
+    the mapped axes to count across them; under ``jit`` on sharded arrays nothing needs naming.
 
     Args:
         magnitudes: float [...], >= 0. Anything may stand where the weight is 0.
         weights: bool or unsigned [...], same shape (booleans count once).
         rank: unsigned scalar, 1-based.
-        axis_names: mapped axes to sum counts over.
-
-    Returns:
-        scalar of ``magnitudes``' dtype; 0 where ``rank`` is 0.
     """
     chex.assert_equal_shape([magnitudes, weights])
     width = jnp.finfo(magnitudes.dtype).bits
@@ -117,15 +104,11 @@ def by_bisection(pattern: jax.Array, counts: jax.Array, rank: jax.Array, *, acro
 
 
 def by_histogram(pattern: jax.Array, counts: jax.Array, rank: jax.Array, *, across: Across) -> jax.Array:
-    """The same, a byte at a time: count the next digit of all patterns that share the prefix, and walk its histogram.
-
-    One scatter-add and one all-reduce of 256 numbers for every byte.
-    """
-    # The answer's digits are found from the most significant one down. ``prefix`` holds those that are known and
-    # ``remaining`` the rank among the patterns that begin with them. One histogram counts these patterns by their next
-    # digit (all others fall into a bin too many, which is dropped); the answer's digit is the first at which the
-    # cumulative count reaches ``remaining``, and the count in front of it is the rank that is used up. 31 bits are
-    # three bytes, and seven bits at the end.
+    """The same, a byte at a time: one scatter-add and one all-reduce of 256 numbers for each."""
+    # Each byte is a digit in base 256, and the answer is found digit by digit from the top. Count how many tokens have
+    # each value of the digit and add the counts up from 0: where the sum first reaches the rank is the answer's digit.
+    # Tokens with a smaller digit are below it, and ``remaining`` is its rank among those that are left. The next digit
+    # is counted only among tokens that share all digits found so far, the ``prefix``; others fall into no bin.
     dtype = pattern.dtype
     shift = jnp.iinfo(dtype).bits - 1
     prefix, remaining = jnp.zeros((), dtype), rank

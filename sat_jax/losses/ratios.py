@@ -36,13 +36,7 @@ def unit_log_ratio(d: chex.Array, unit: Unit, sequences: Sequences) -> jax.Array
     * ``sequence_token``: GSPO-token; the sequence's value with each token's own gradient, ``sg[s] + d - sg[d]``. Equal
       to ``sequence`` in value always and in gradient wherever the advantage is one number a response.
 
-    Args:
-        d: float [B, T], 0 at inactive positions.
-        unit: which of the three.
-        sequences: how tokens group.
-
-    Returns:
-        float [B, T], or [B, 1] for the ``sequence`` unit on whole rows.
+    ``d`` is float [B, T], 0 at inactive positions; so is the result, but [B, 1] for ``sequence`` on whole rows.
     """
     if unit == "token":
         return d

@@ -32,12 +32,9 @@ Ranker = Callable[[jax.Array, float], jax.Array]
 
 @struct.dataclass
 class LossSummary:
-    """What every micro-batch must know about the whole batch. No gradient flows through it.
+    """What every micro-batch must know about the whole batch: float scalars and each rule's own summary, by name.
 
-    Attributes:
-        tokens: float scalar; active tokens.
-        sequences: float scalar; responses that the mean over responses counts.
-        rules: each active rule's own summary, by name.
+    ``sequences`` are the responses that the mean over responses counts. No gradient flows through it.
     """
 
     tokens: jax.Array
@@ -47,44 +44,26 @@ class LossSummary:
 
 @struct.dataclass
 class Prepared:
-    """A batch ready for rules: cast, selected, grouped.
+    """A batch ready for rules: cast, selected, grouped."""
 
-    Attributes:
-        mask: bool [B, T].
-        raw: the token arrays by name, as they came; a kernel selects for itself.
-        arrays: the same, selected.
-        sequences: how the tokens group.
-        token: the rules' record.
-    """
-
-    mask: jax.Array
-    raw: dict[str, jax.Array]
-    arrays: dict[str, jax.Array]
+    mask: jax.Array  # bool [B, T]
+    raw: dict[str, jax.Array]  # the token arrays as they came; a kernel selects for itself
+    arrays: dict[str, jax.Array]  # the same, selected
     sequences: Sequences
     token: Token
 
 
 @struct.dataclass
 class TokenTerms:
-    """What the rules made of each token, before aggregation; fields broadcast to [B, T].
+    """What the rules made of each token, before aggregation; fields broadcast to [B, T]. None: no rule of that kind."""
 
-    Attributes:
-        loss: minus the objective; differentiable.
-        cut: the interval cuts the gradient.
-        intercepted: the contracted interval does and the base interval does not.
-        keep: no mask rule dropped it; None without mask rules.
-        weight: product of the weights; None without weight rules.
-        radii: the interval used.
-        gate: some radius rule gated it; None without radius rules.
-    """
-
-    loss: jax.Array
-    cut: jax.Array
-    intercepted: jax.Array | None
-    keep: jax.Array | None
-    weight: jax.Array | None
-    radii: Radii
-    gate: jax.Array | None
+    loss: jax.Array  # minus the objective; differentiable
+    cut: jax.Array  # the interval cuts the gradient
+    intercepted: jax.Array | None  # the contracted interval does and the base interval does not
+    keep: jax.Array | None  # no mask rule dropped it
+    weight: jax.Array | None  # product of the weights
+    radii: Radii  # the interval used
+    gate: jax.Array | None  # some radius rule gated it
 
 
 def prepare(config: LossConfig, inputs: LossInputs) -> Prepared:
@@ -92,10 +71,8 @@ def prepare(config: LossConfig, inputs: LossInputs) -> Prepared:
     check_shapes(inputs)
     for name in config.needs():
         if getattr(inputs, name) is None:
-            raise ValueError(
-                f"loss '{config.label}' needs {name}, which is missing: pass it in LossInputs "
-                f"or drop {_why(config, name)}"
-            )
+            why = f"pass it in LossInputs or drop {_why(config, name)}"
+            raise ValueError(f"loss '{config.label}' needs {name}, which is missing: {why}")
     mask = inputs.loss_mask if inputs.loss_mask.dtype == bool else inputs.loss_mask != 0
     dtype = jnp.promote_types(inputs.log_probs.dtype, jnp.float32)
 
@@ -187,20 +164,6 @@ def token_terms(config: LossConfig, token: Token, summaries: dict[str, Any]) -> 
     return TokenTerms(-objective, cut, intercepted, keep, weight, radii, gate)
 
 
-def rule_summaries(
-    config: LossConfig, prepared: Prepared, summary: LossSummary, make_ranker: Callable[..., Ranker] | None = None
-) -> dict[str, Any]:
-    """The batch's summaries, and those of rules whose scope is this micro-batch or a device's rows of it."""
-    summaries = dict(summary.rules)
-    for rule in config.rules:
-        if rule.name not in summaries:
-            _, shards = rule.summary_scope()
-            summaries[rule.name] = jax.lax.stop_gradient(
-                rule.summarize(prepared.token, (make_ranker or ranker)(prepared, (), shards))
-            )
-    return summaries
-
-
 def token_scale(config: LossConfig, prepared: Prepared, summary: LossSummary) -> jax.Array:
     """One active token's share of the loss: [B, 1] for whole rows, [B, T] for packed ones."""
     counts = prepared.sequences.counts
@@ -241,8 +204,20 @@ def ranker(prepared: Prepared, axis_names: tuple[str, ...] = (), shards: int = 1
     return quantile
 
 
+def rule_summaries(
+    config: LossConfig, prepared: Prepared, summary: LossSummary, make_ranker: Callable[..., Ranker] = ranker
+) -> dict[str, Any]:
+    """The batch's summaries, and those of rules whose scope is this micro-batch or a device's rows of it."""
+    summaries = dict(summary.rules)
+    for rule in config.rules:
+        if rule.name not in summaries:
+            ranked = make_ranker(prepared, (), rule.summary_scope()[1])
+            summaries[rule.name] = jax.lax.stop_gradient(rule.summarize(prepared.token, ranked))
+    return summaries
+
+
 def _why(config: LossConfig, array: str) -> str:
-    """Which setting asked for an array, for the error message."""
+    """Which setting asked for an array."""
     if array == "reference_log_probs":
         return f"kl_loss_coef = {config.kl_loss_coef}"
     if array == "entropy":

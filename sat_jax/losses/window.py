@@ -15,13 +15,10 @@ State = Literal["off", "noise", "acts", "half inert", "inert"]
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Where one batch stands in the range of q in which SAT can change a gradient.
+    """Where one batch stands in the range of q, in nats, in which SAT can change a gradient.
 
-    Attributes:
-        state: ``off``: nothing is gated; ``noise``: what is gated is rounding error; ``acts``; ``half inert``: acts on
-            one side of ratio 1 only; ``inert``: the nominal interval clips every gated token already.
-        q: the quantile that SAT compares |log ratio| with, nats.
-        eps_low, eps_high, exponent: the loss's settings.
+    State ``off``: nothing is gated; ``noise``: what is gated is rounding error; ``acts``; ``half inert``: acts on one
+    side of ratio 1 only; ``inert``: the nominal interval clips every gated token already.
     """
 
     state: State
@@ -32,7 +29,7 @@ class Window:
 
     @property
     def acts(self) -> bool:
-        """Whether SAT can cut a gradient that the nominal interval keeps, on either side."""
+        """Whether SAT can cut a gradient that the nominal interval keeps."""
         return self.state in ("acts", "half inert")
 
     @property
@@ -52,8 +49,7 @@ class Window:
             beyond.append(f"-log(1 - eps) = {low:.3g}")
         else:
             cut.append(f"({-low:.3g}, {-_onset(self.q, self.eps_low, -1, self.exponent):.3g})")
-        says = f"{self.state}: q = {self.q:.3g}"
-        says += f" is beyond {' and '.join(beyond)}" if beyond else ""
+        says = f"{self.state}: q = {self.q:.3g}" + (f" is beyond {' and '.join(beyond)}" if beyond else "")
         return says + (f"; newly cuts d in {' and '.join(cut)}" if cut else "")
 
 
@@ -63,24 +59,13 @@ def edges(eps_low: float, eps_high: float) -> tuple[float, float]:
 
 
 def window(
-    q: float,
-    eps_low: float,
-    eps_high: float,
-    exponent: float = 2.0,
-    q_floor: float = 0.0,
-    q_cap: float | None = None,
+    q: float, eps_low: float, eps_high: float, exponent: float = 2.0, q_floor: float = 0.0, q_cap: float | None = None
 ) -> Window:
     """Where a batch stands whose alpha-quantile of |log ratio| is ``q``.
 
     A gated token at distance ``u > q`` is newly intercepted iff its ratio lies between the contracted and the nominal
     boundary, ``1 + eps_high psi(u; q) < exp(u) < 1 + eps_high``, or the mirror image below 1. With q beyond an edge of
-    the nominal interval there is no such token on that side.
-
-    Args:
-        q: nats, >= 0.
-        eps_low, eps_high: nominal radii.
-        exponent: k of the Hill kernel.
-        q_floor, q_cap: what SAT holds q between.
+    the nominal interval there is no such token on that side. ``q_floor`` and ``q_cap`` are what SAT holds q between.
     """
     q = max(q, q_floor) if q_cap is None else min(max(q, q_floor), q_cap)
     low, high = edges(eps_low, eps_high)

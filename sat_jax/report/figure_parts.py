@@ -1,8 +1,7 @@
 """What ``figures`` are made of: style, palette, lines, bars, ticks, and SVG for the page.
 
-Colour says which run, line style which series; with a single run, colour says which series. The palette is Okabe and
-Ito's, which stays apart under the common colour-vision deficiencies. Long runs are binned so that a figure stays small
-while spikes stay visible: a line of means inside a band from minimum to maximum.
+Colour says which run, line style which series; with a single run, colour says which series. Long runs are binned so
+that a figure stays small while spikes stay visible: a line of means inside a band from minimum to maximum.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ INK, MUTED, GRID = "#1f2a37", "#5c6773", "#d5dae1"
 """Text, secondary text and grid lines. The page replaces these and ``PALETTE`` by its own light and dark variants."""
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#a65392", "#1795c5", "#b07900", "#5b4fbb", "#7a7a00")
-"""Okabe and Ito's hues, the light ones darkened to at least 3:1 against white."""
+"""Okabe and Ito's hues, which the common colour-vision deficiencies keep apart; the light ones darkened to 3:1."""
 
 LINE_STYLES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
@@ -74,10 +73,7 @@ _HEIGHTS = {1: 3.9, 2: 3.9, 3: 4.6}
 def new_figure(rows: int, gap: float, head: float) -> tuple[Figure, list[Axes]]:
     """One to three panels, one above the other, as wide as a phone's screen at the font's natural size.
 
-    Args:
-        rows: how many.
-        gap: inches between two of them; where their titles and ticks go.
-        head: inches to leave above everything.
+    ``gap`` inches between two of them take their titles and ticks; ``head`` inches stay free above everything.
     """
     height = _HEIGHTS[rows] + head
     panel = (height - head - _TOP - _BOTTOM - gap * (rows - 1)) / rows
@@ -98,14 +94,10 @@ def look(i: int) -> tuple[str, Any]:
 
 
 def binned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Neighbouring points merged into ``BINS``: mean step, mean, minimum and maximum, each [BINS].
+    """Neighbouring points, [N] by rising steps, merged into ``BINS``: mean step, mean, minimum and maximum.
 
     Up to four times as many points stay as they are: with one or two points a bin, the range between minimum and
     maximum would be a line with a spike here and there.
-
-    Args:
-        steps: [N], rising.
-        values: [N], finite.
     """
     if len(steps) <= 4 * BINS:
         return steps.astype(np.float64), values, values, values
@@ -179,7 +171,7 @@ def percent(share: float) -> str:
 
 
 def tick_label(value: float) -> str:
-    """As ``compact``, with digits enough to tell neighbouring ticks apart."""
+    """Digits enough to tell neighbouring ticks apart."""
     return compact(value, 6)
 
 

@@ -33,21 +33,13 @@ Marks = Callable[[Run], Iterable[tuple[float, str]]]
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Metrics over learner steps.
+    """Metrics over learner steps."""
 
-    Attributes:
-        title: above the axis; the unit is added.
-        series: label in the legend by metric; a lone one needs none.
-        log: logarithmic where the values span more than a factor of 30.
-        from_zero: whatever the values are.
-        marks: reference lines of a run.
-    """
-
-    title: str
-    series: Mapping[str, str]
-    log: bool = False
+    title: str  # the unit is added
+    series: Mapping[str, str]  # label in the legend by metric; a lone one needs none
+    log: bool = False  # where the values span more than a factor of 30
     from_zero: bool = False
-    marks: Marks = lambda run: ()
+    marks: Marks = lambda run: ()  # reference lines
     axis: str = "learner step"
 
     @property
@@ -226,13 +218,7 @@ class Panel:
 
 
 def draw(panel: Panel, runs: Sequence[Run]) -> Figure:
-    """The figure of a panel, of one run or of several compared; a part that nobody logged says so.
-
-    Raises:
-        ValueError: no run was given.
-    """
-    if not runs:
-        raise ValueError("nothing to draw: 0 runs were given; give at least one")
+    """The figure of a panel, of one run or of several compared; a part that nobody logged says so."""
     columns = 2 if max(len(run.name) for run in runs) > 16 else 3
     names = runs if len(runs) > 1 else ()
     shared = len({part.axis for part in panel.parts}) == 1

@@ -33,12 +33,7 @@ _PICTURES |= dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], 0xFFFD)
 def write_report(runs: Sequence[Path], out: Path) -> Path:
     """Read run folders and write their page; an existing page of ours is replaced whole, or not at all.
 
-    Args:
-        runs: run folders, finished or still being written.
-        out: the file to write, or an existing folder that gets ``report.html``.
-
-    Returns:
-        The file written.
+    ``out`` is the file to write, or an existing folder that gets ``report.html``. Returns the file written.
 
     Raises:
         ValueError: no run was given, a folder is no run, or ``out`` is a file that no report wrote.
@@ -63,11 +58,7 @@ def _told_apart(runs: Sequence[Run]) -> list[Run]:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The page as a string: one run in detail, or several compared.
-
-    Raises:
-        ValueError: no run was given.
-    """
+    """The page as a string: one run in detail, or several compared."""
     if not runs:
         raise ValueError("no run folder was given: name at least one that `sat-jax train --out` wrote")
     single = len(runs) == 1
@@ -119,10 +110,8 @@ def _figure(panel: Panel, runs: Sequence[Run], prefix: str) -> dict[str, str]:
 
 
 def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
-    found = [{fact.label: fact for fact in facts(run)} for run in runs]
-    if any("method" in run.info for run in runs):
-        methods = [Fact("method", run.info.get("method", "–"), "") for run in runs]
-        found = [{"method": method, **of_run} for method, of_run in zip(methods, found, strict=True)]
+    methods = [Fact("method", run.info.get("method", "–"), "") for run in runs]
+    found = [{fact.label: fact for fact in (method, *facts(run))} for method, run in zip(methods, runs, strict=True)]
     labels = list(dict.fromkeys(label for of_run in found for label in of_run))
     rows = [
         {"name": run.name, "color": i % len(PALETTE), "facts": of_run}

@@ -1,5 +1,4 @@
-"""A few rollouts as values for the page: every token with how far learner and engine disagree on it, its age, its
-surprise."""
+"""A few rollouts as values for the page: of every token how far learner and engine disagree on it, age, surprise."""
 
 from __future__ import annotations
 
@@ -80,21 +79,14 @@ def _card(sample: Sample, ends: tuple[float, float], oldest: int) -> dict[str, A
         "prompt_left_out": max(0, len(prompt) - MAX_PROMPT_CHARS),
         "response": str(sample.get("response", "")),
         "pushed_down": advantage < 0,
-        "tokens": [_token(*token, advantage, ends, oldest) for token in itertools.islice(numbers, len(shown))],
+        "tokens": [_token(token, advantage, ends, oldest) for token in itertools.islice(numbers, len(shown))],
         "tokens_left_out": len(tokens) - len(shown),
     }
 
 
-def _token(
-    text: Any,
-    ratio: float | None,
-    lag: int | None,
-    log_prob: float | None,
-    advantage: float,
-    ends: tuple[float, float],
-    oldest: int,
-) -> dict[str, Any]:
+def _token(token: tuple[Any, ...], advantage: float, ends: tuple[float, float], oldest: int) -> dict[str, Any]:
     """Tints as CSS variables between 0 and 1, numbers as a tooltip."""
+    text, ratio, lag, log_prob = token
     tints, said = {"w": abs(advantage) / 2}, []
     if ratio is not None:
         said.append(f"log ratio {ratio:+.3f}")

@@ -1,8 +1,7 @@
 """What a run shows in the terminal: a live panel where there is a terminal, plain lines where there is none.
 
-The live panel takes a few lines at the bottom and leaves what was printed before, and what is printed meanwhile, above
-it: no screen is switched and no scrollback cleared. Where standard output is a file or a pipe, one line appears every
-few steps.
+The live panel takes a few lines at the bottom and leaves what is printed above it: no screen is switched and no
+scrollback cleared. Where standard output is a file or a pipe, one line appears every few steps.
 """
 
 from __future__ import annotations
@@ -33,12 +32,8 @@ _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 class Display:
     """Progress of one run. A context manager; all methods are for the thread that owns the run.
 
-    Args:
-        total_steps: learner steps of the whole run.
-        name: what the panel is headed with.
-        start_step: the learner version at the start; above 0 for a resumed run.
-        console: where to; by default rich's own view of standard output, which honours ``NO_COLOR`` and ``TERM=dumb``.
-        clock: monotonic seconds.
+    ``start_step`` is the learner version at the start, above 0 for a resumed run; ``clock`` gives monotonic seconds. By
+    default rich's own view of standard output is the console, which honours ``NO_COLOR`` and ``TERM=dumb``.
     """
 
     def __init__(
@@ -50,7 +45,7 @@ class Display:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._console = console if console is not None else Console()
+        self._console = console or Console()
         self._clock, self._began = clock, clock()
         self._name, self._total, self._start, self._step = name, total_steps, start_step, start_step
         self._shown: dict[str, str] = {}
@@ -114,9 +109,9 @@ class Display:
         """The current step as one plain line."""
         fields = [f"{label} {self._shown[label]}" for label in list(FIELDS)[:_LINE_FIELDS] if label in self._shown]
         left = self.seconds_left()
-        return "  ".join(
-            [f"step {self._step}/{self._total}", *fields, *([] if left is None else [f"left {duration(left)}"])]
-        )
+        if left is not None:
+            fields.append(f"left {duration(left)}")
+        return "  ".join([f"step {self._step}/{self._total}", *fields])
 
     def render(self) -> RenderableType:
         """The live panel."""
@@ -171,11 +166,8 @@ class Display:
         if self._evaluations:
             step, value, at_k = self._evaluations[-1]
             before = f", {self._evaluations[0][1]:.3f} before" if len(self._evaluations) > 1 else ""
-            lines.append(
-                Text.assemble(
-                    (f"held-out {at_k} ", "dim"), (f"{value:.3f}", "bold"), (f" at step {step}{before}", "dim")
-                )
-            )
+            said = [(f"held-out {at_k} ", "dim"), (f"{value:.3f}", "bold"), (f" at step {step}{before}", "dim")]
+            lines.append(Text.assemble(*said))
         return lines
 
     def _speaks_unicode(self) -> bool:

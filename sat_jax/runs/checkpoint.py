@@ -22,8 +22,7 @@ KEPT = 2
 
 
 class Checkpoints:
-    """The ``checkpoints/`` folder of a run. ``save`` returns once the arrays are copied; ``close`` waits for the
-    disk."""
+    """A run's ``checkpoints/``. ``save`` returns once the arrays are copied; ``close`` waits for the disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
@@ -31,7 +30,6 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint's step, or None."""
         return self._manager.latest_step()
 
     def save(self, state: TrainState, host: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -49,11 +47,8 @@ class Checkpoints:
         self._manager.save(step, args=ocp.args.Composite(**parts))
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any], list[Group]]:
-        """The checkpoint of ``step``, its arrays laid out (shapes, dtypes, shardings) like ``like``.
-
-        Raises:
-            ValueError: the stored arrays do not fit ``like`` (another model or optimizer).
-        """
+        """The checkpoint of ``step``, its arrays laid out (shapes, dtypes, shardings) like ``like``; ``ValueError``
+        where they do not fit it (another model or optimizer)."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         self._manager.wait_until_finished()
         try:
@@ -71,7 +66,6 @@ class Checkpoints:
         return restored["state"], host["host"], unpack_groups(host["groups"], restored["queue"])
 
     def close(self) -> None:
-        """Wait until everything is on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
 

@@ -54,11 +54,7 @@ def write_config(run_dir: Path, name: str, method: str, config: Mapping[str, Any
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """``config.json`` of a run folder as it was written; None where it describes something else (a model).
-
-    Raises:
-        ValueError: no such folder or file, or it is damaged.
-    """
+    """``config.json`` of a run folder as it was written; None where it describes something else (a model)."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         what = f"holds no {CONFIG_FILE}" if folder.is_dir() else "is no folder"

@@ -16,14 +16,8 @@ from sat_jax.runs.folder import RESUMES_FILE
 
 @dataclasses.dataclass(frozen=True)
 class Truncation:
-    """What a resume took out of one file: lines that a crash left beyond the checkpoint.
-
-    Attributes:
-        file: name of the file.
-        lines: complete lines removed, all with ``step`` beyond the resume step.
-        first_step, last_step: their range; None where no complete line was removed.
-        half_written: 1 where the last line had been cut off in the middle, else 0.
-    """
+    """What a resume took out of one file: complete lines that a crash left beyond the checkpoint, and where they began
+    and ended; ``half_written`` is 1 where the last line had been cut off in the middle."""
 
     file: str
     lines: int
@@ -43,10 +37,8 @@ def read_lines(
 ) -> Iterator[dict[str, Any]]:
     """Objects of a JSONL file, at the ``wanted`` line numbers from 1; none where the file is missing.
 
-    A half-written last line is skipped, and said in ``notices``.
-
-    Raises:
-        ValueError: another line that is not JSON, or one without a ``step``.
+    A half-written last line is skipped, and said in ``notices``; any other that is no object with a ``step`` is an
+    error.
     """
     if not path.exists():
         return
@@ -74,7 +66,7 @@ def cut_back(run_dir: Path, names: Iterable[str], step: int, now: float) -> tupl
     """Cut files back to ``step``; what is cut off goes to ``resumes.jsonl`` first, so that no crash can lose it."""
     cuts: list[Truncation] = []
     removed, keep = {}, {}
-    for path in (path for name in names if (path := run_dir / name).exists()):
+    for path in filter(Path.exists, map(run_dir.joinpath, names)):
         offset, complete, half = _lines_beyond(path, step)
         if complete or half:
             steps = [line["step"] for line in complete] or [None]
@@ -103,9 +95,8 @@ def _lines_beyond(path: Path, step: int) -> tuple[int, list[Any], list[str]]:
             offset += len(line)
             match = _STEP.match(line)
             if not match:
-                raise ValueError(
-                    f"{path} line {number} is no record of this writer: restore the file, or delete that line"
-                )
+                where = f"{path} line {number}"
+                raise ValueError(f"{where} is no record of this writer: restore the file, or delete that line")
             if int(match[1]) > step:
                 beyond.append(json.loads(line))
             elif beyond:

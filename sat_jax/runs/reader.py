@@ -11,15 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from sat_jax.runs.folder import (
-    CONFIG_FILE,
-    EVALUATIONS_FILE,
-    LEDGER_FILE,
-    METRICS_FILE,
-    RESUMES_FILE,
-    SAMPLES_FILE,
-    read_config,
-)
+from sat_jax.names import snake_case
+from sat_jax.runs import folder
 from sat_jax.runs.jsonl import Truncation, read_lines
 
 MAX_SAMPLES = 400
@@ -34,7 +27,6 @@ class Run:
     """One run folder in memory.
 
     Attributes:
-        path: the folder.
         name: ``name`` of config.json, or the folder's own.
         info: config.json: ``config``, ``versions``, ``devices``, ``git_commit``, ``command``.
         steps: int64 [N]: learner versions with a line in metrics.jsonl, rising.
@@ -76,30 +68,27 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run folder, finished or still being written.
-
-    Args:
-        path: the folder; it must hold ``config.json``, everything else may be missing.
+    """Read a run folder, finished or still being written; all but its ``config.json`` may be missing.
 
     Raises:
         ValueError: no such folder, no ``config.json``, or a damaged line that is not the last one of its file.
     """
-    info = read_config(path)
+    info = folder.read_config(path)
     if info is None:
-        raise ValueError(f"{path / CONFIG_FILE} is not the config.json of a run: name the folder of one")
+        raise ValueError(f"{path / folder.CONFIG_FILE} is not the config.json of a run: name the folder of one")
     notices: list[str] = []
-    rows = list(read_lines(path / METRICS_FILE, notices))
+    rows = list(read_lines(path / folder.METRICS_FILE, notices))
     steps, columns, histograms = _columns(rows)
     notices += _fault_notices(rows, columns)
-    evaluations = {row["step"]: row for row in read_lines(path / EVALUATIONS_FILE, notices)}
-    samples = _read_samples(path / SAMPLES_FILE, notices)
-    for resume in read_lines(path / RESUMES_FILE, notices):
+    evaluations = {row["step"]: row for row in read_lines(path / folder.EVALUATIONS_FILE, notices)}
+    samples = _read_samples(path / folder.SAMPLES_FILE, notices)
+    for resume in read_lines(path / folder.RESUMES_FILE, notices):
         removed = ", ".join(str(Truncation(**entry)) for entry in resume["truncated"])
-        loss = f"; {removed} past it moved to {RESUMES_FILE}" if removed else ""
+        loss = f"; {removed} past it moved to {folder.RESUMES_FILE}" if removed else ""
         notices.append(f"resumed at step {resume['step']}{loss}")
     name = str(info.get("name") or path.resolve().name)
     in_order = [evaluations[step] for step in sorted(evaluations)]
-    groups = _group_states(path / LEDGER_FILE)
+    groups = _group_states(path / folder.LEDGER_FILE)
     return Run(path, name, info, steps, columns, histograms, in_order, samples, groups, notices)
 
 
@@ -128,7 +117,7 @@ def _rules_by_name(rules: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, An
     named: dict[str, dict[str, Any]] = {}
     for rule in rules:
         module, _, class_name = rule["class"].rpartition(":")
-        base = name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", class_name).lower()
+        base = name = snake_case(class_name)
         while name in named:
             name = f"{base}_{len(named)}"
         hidden = {"class"} if module.startswith("sat_jax.") else set()
@@ -138,26 +127,18 @@ def _rules_by_name(rules: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, An
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run's held-out accuracy went: "best" alone hides a collapse, so the others stand beside it.
-
-    Attributes:
-        before: first evaluation's avg@k.
-        final: last evaluation's.
-        best, best_step: highest, and where.
-        max_drawdown: largest fall from an earlier high, at least 0.
-        below_half_peak: whether it ever fell below half of an earlier high.
-    """
+    """How a run's held-out avg@k went: "best" alone hides a collapse, so the others stand beside it."""
 
     before: float
     final: float
     best: float
     best_step: int
-    max_drawdown: float
-    below_half_peak: bool
+    max_drawdown: float  # largest fall from an earlier high, at least 0
+    below_half_peak: bool  # whether it ever fell below half of an earlier high
 
 
 def outcome(run: Run) -> Outcome | None:
-    """The run's held-out accuracy in five numbers; None without an evaluation."""
+    """None without an evaluation."""
     steps, values = run.evaluation_series("avg@k")
     if not len(values):
         return None
@@ -173,9 +154,7 @@ def outcome(run: Run) -> Outcome | None:
     )
 
 
-def _columns(
-    rows: Sequence[Mapping[str, Any]],
-) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list[Histogram]]]:
+def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list[Histogram]]]:
     by_step = {row["step"]: row for row in rows}
     steps = sorted(by_step)
     columns, histograms = {}, {}

@@ -28,11 +28,8 @@ class MetricsWriter:
         run_dir: the run folder; created if it does not exist.
         resume_step: None starts fresh and refuses files that already hold records. An integer continues after that
             learner step: lines beyond it, left by a crash after the checkpoint, move into ``resumes.jsonl``, which gets
-            one line for every resume.
+            one line for every resume; ``truncations`` says what was removed.
         clock: seconds since the epoch; the ``time`` of every metrics line.
-
-    Attributes:
-        truncations: what the resume removed, one entry per file that lost something; say it to the user.
 
     Raises:
         ValueError: a fresh start over existing records, or a damaged file.
@@ -47,20 +44,17 @@ class MetricsWriter:
         self.truncations: tuple[Truncation, ...] = ()
         if resume_step is not None:
             self.truncations = cut_back(run_dir, names, resume_step, clock())
-        for path in (run_dir / name for name in names if resume_step is None):
-            if path.exists() and path.stat().st_size:
-                raise ValueError(f"{path} already holds records of a run: resume that run, or choose another --out")
+        elif full := [path for name in names if (path := run_dir / name).exists() and path.stat().st_size]:
+            raise ValueError(f"{full[0]} already holds records of a run: resume that run, or choose another --out")
         self._files: dict[str, BinaryIO] = {name: (run_dir / name).open("ab") for name in names}
         self._last_step = dict.fromkeys(names, -1 if resume_step is None else resume_step)
         self._events = _EventFile(run_dir / TENSORBOARD_DIR, resume_step, clock)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one learner step to ``metrics.jsonl`` and to TensorBoard.
+        """Append one learner step, named by the version after it, to ``metrics.jsonl`` and to TensorBoard.
 
-        Args:
-            step: the learner version after the step; larger than any logged before.
-            metrics: scalars (Python, numpy or device arrays of size one) by name, histograms as ``value_counts``.
-                Numbers that are not finite become ``null`` and are named in the line's ``nonfinite`` list.
+        Metrics are scalars (Python, numpy or device arrays of size one) and histograms as ``value_counts``. Numbers
+        that are not finite become ``null`` and are named in the line's ``nonfinite`` list.
 
         Raises:
             ValueError: a step that does not grow, or a value that is neither a scalar nor a histogram.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,26 +26,17 @@ _PACKED_SIZES = 8
 class Assembler:
     """Lays out batches, places them on the mesh and scores them under every policy that the loss asks for.
 
-    Args:
-        config: the run.
-        policy: whose rollouts are laid out.
-        programs: the compiled passes.
-        context: tokens of the longest sequence.
-
-    Attributes:
-        reference: weights of the frozen reference policy, or None.
-        keeps_sampler: whether the weights that sampled are needed again, so that ``keep`` keeps them.
-        support: what the engine must record of the tokens that each one was drawn from, or None.
-        widths: row widths that occur.
+    ``context`` is the longest sequence in tokens. ``reference`` are the weights of the frozen reference policy, if any;
+    ``keeps_sampler`` says whether ``keep`` keeps the weights that sampled, for they are needed again.
     """
 
     def __init__(self, config: ExperimentConfig, policy: build.Policy, programs: Programs, context: int) -> None:
         self._config, self._programs = config, programs
-        self._pad_id = policy.tokenizer.pad_id
-        self._routes = build.recorded_routes(policy.config)
         self.support = build.recorded_support(config, policy.config)
-        self._sampler_weights: dict[int, Any] = {}
+        routes, pad_id = build.recorded_routes(policy.config), policy.tokenizer.pad_id
+        self._make = partial(make_batch, routes=routes, support=self.support, pad_id=pad_id)
         self.reference: Any = None
+        self._sampler_weights: dict[int, Any] = {}
         self.keeps_sampler = config.learner.log_delta or "rollout_policy_log_probs" in config.loss.needs()
         self.widths = width_buckets(context)
 
@@ -71,14 +63,7 @@ class Assembler:
         if not groups:
             return []
         members = [dataclasses.replace(g, trajectories=(shown(g),), advantages=g.advantages[:1]) for g in groups]
-        part = make_batch(
-            members,
-            widths=(batch.tokens.shape[1],),
-            rows_multiple=self._programs.row_ways,
-            routes=self._routes,
-            support=self.support,
-            pad_id=self._pad_id,
-        )
+        part = self._make(members, widths=(batch.tokens.shape[1],), rows_multiple=self._programs.row_ways)
         scores = np.asarray(self._programs.score_replayed(params, self._programs.place(part)).log_probs)
         return [
             scores[i, len(t.prompt_ids) : len(t.prompt_ids) + len(t.response_ids)]
@@ -88,7 +73,7 @@ class Assembler:
     def check(self, groups: Sequence[Group]) -> None:
         """Raises ``ValueError`` where waiting groups cannot be trained on, having been sampled under other settings."""
         for group in groups:
-            self._make([group], rows=None, multiple=1)
+            self._make([group], widths=self.widths, packing=self._config.learner.packing)
 
     def keep(self, params: Any, version: int) -> None:
         """Weights that were published, where they are needed again: waiting groups may have been sampled with them."""
@@ -99,23 +84,13 @@ class Assembler:
         self._sampler_weights[version] = copy_params(params)
 
     def _lay_out(self, groups: Sequence[Group]) -> Batch:
-        learner, rows = self._config.learner, self._config.rows_per_update
+        learner, responses = self._config.learner, self._config.rows_per_update
         multiple = self._programs.row_ways * learner.micro_batches
         if learner.packing:
-            multiple *= max(1, rows // (_PACKED_SIZES * multiple))
-        return self._programs.place(self._make(groups, None if learner.packing else rows, multiple))
-
-    def _make(self, groups: Sequence[Group], rows: int | None, multiple: int) -> Batch:
-        return make_batch(
-            groups,
-            widths=self.widths,
-            rows=rows,
-            rows_multiple=multiple,
-            routes=self._routes,
-            support=self.support,
-            packing=self._config.learner.packing,
-            pad_id=self._pad_id,
-        )
+            multiple *= max(1, responses // (_PACKED_SIZES * multiple))
+        rows = None if learner.packing else responses
+        batch = self._make(groups, widths=self.widths, rows=rows, rows_multiple=multiple, packing=learner.packing)
+        return self._programs.place(batch)
 
     def _sampler_log_probs(self, batch: Batch) -> jax.Array:
         """The learner's recomputation at the weights that sampled each token (``rollout_policy_log_probs``)."""

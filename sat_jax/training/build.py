@@ -14,13 +14,12 @@ from jax.sharding import AxisType
 
 from sat_jax import hub, kernels, model
 from sat_jax.config import ExperimentConfig
-from sat_jax.data.prompts import PromptReport, load_prompts
+from sat_jax.data.prompts import load_prompts
 from sat_jax.data.records import Routes, Support
 from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.data.toy import SortTask, write_tokenizer
 from sat_jax.learner import LearnerSpec, adam, learning_rate
 from sat_jax.model import SAMPLING_RULES, ForwardOptions, ModelConfig, Placement
-from sat_jax.rewards.functions import load_reward
 from sat_jax.rewards.grader import Grader
 from sat_jax.rollout.local import PREFILL_ROWS, LocalEngine
 from sat_jax.types import Prompt
@@ -30,51 +29,30 @@ _TOY = "toy"
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What is trained.
-
-    Attributes:
-        config: architecture.
-        params: initial weights, float32.
-        tokenizer: text <-> ids.
-        folder: the tokenizer's files, copied into every export.
-        placement: the mesh that ``params`` lie on, or None.
-    """
+    """What is trained: architecture, initial float32 weights, and the mesh that they lie on, if any."""
 
     config: ModelConfig
     params: Any
     tokenizer: Tokenizer
-    folder: Path
+    folder: Path  # the tokenizer's files, copied into every export
     placement: Placement | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """What it is trained and evaluated on. No problem is in both.
-
-    Attributes:
-        train: prompts of the stream.
-        heldout: prompts of the evaluations.
-        report: what loading found, duplicates and filtered prompts included.
-        task: the generator of demonstrations, where the source has one.
-    """
+    """What it is trained and evaluated on. No problem is in both."""
 
     train: Sequence[Prompt]
     heldout: Sequence[Prompt]
-    report: PromptReport
-    task: SortTask | None
+    task: SortTask | None  # makes demonstrations, where the source has any
 
     @property
     def longest_prompt(self) -> int:
-        """In tokens."""
         return max(len(p.token_ids) for p in (*self.train, *self.heldout))
 
 
 def build_placement(config: ExperimentConfig) -> Placement | None:
-    """The mesh of ``config.mesh`` over the devices of this process; None where one device is enough.
-
-    Raises:
-        ValueError: there are more or fewer devices; several processes.
-    """
+    """The mesh of ``config.mesh`` over the devices of this process, whose number must fit; None for one device."""
     if jax.process_count() > 1:
         raise ValueError(
             f"this is process {jax.process_index()} of {jax.process_count()}: training runs in one process, with all "
@@ -96,13 +74,7 @@ def build_placement(config: ExperimentConfig) -> Placement | None:
 
 
 def build_policy(config: ExperimentConfig, run_dir: Path, placement: Placement | None = None) -> Policy:
-    """The policy of ``config.policy``: read from a Hugging Face folder, or freshly initialised, on the mesh if there is
-    one.
-
-    Raises:
-        ValueError, FileNotFoundError: the folder is missing, incomplete or not supported; the tokenizer does not fit;
-            the mesh does not divide the model.
-    """
+    """The policy of ``config.policy``: read from a Hugging Face folder, or freshly initialised, on the mesh if any."""
     source = config.policy
     if source.path:
         folder = Path(source.path)
@@ -134,18 +106,13 @@ def build_policy(config: ExperimentConfig, run_dir: Path, placement: Placement |
 
 
 def build_problems(config: ExperimentConfig, tokenizer: Tokenizer) -> Problems:
-    """Training prompts and held-out prompts.
-
-    Raises:
-        ValueError: whatever is wrong with a source; too few problems to hold any out.
-    """
+    """Training prompts and held-out prompts."""
     source, wanted = config.data.source, config.evaluation.problems
     prompts = load_prompts(source, tokenizer, config.data.prompts)
     task = SortTask(n_digits=int(source[len("toy:sort")])) if source.startswith("toy:sort") else None
     if config.evaluation.source:
         heldout = list(load_prompts(config.evaluation.source, tokenizer, config.data.prompts))[:wanted]
         texts = {p.text for p in heldout}
-        train = [p for p in prompts if p.text not in texts]
     else:
         distinct = sorted({p.text for p in prompts}, key=lambda text: hashlib.sha256(text.encode()).digest())
         if len(distinct) <= wanted:
@@ -156,18 +123,14 @@ def build_problems(config: ExperimentConfig, tokenizer: Tokenizer) -> Problems:
         texts = set(distinct[:wanted])
         held = {p.text: p for p in reversed(prompts) if p.text in texts}
         heldout = [held[text] for text in distinct[:wanted]]
-        train = [p for p in prompts if p.text not in texts]
+    train = [p for p in prompts if p.text not in texts]
     if not train:
         raise ValueError(f"every problem of {source} is held out by evaluation.source: use different problems")
-    return Problems(train, heldout, prompts.report, task)
+    return Problems(train, heldout, task)
 
 
 def context_length(config: ExperimentConfig, policy: ModelConfig, longest_prompt: int) -> int:
-    """Tokens of the longest sequence a run can meet.
-
-    Raises:
-        ValueError: longer than the model's context.
-    """
+    """Tokens of the longest sequence a run can meet; ``ValueError`` beyond the model's context."""
     longest = longest_prompt + config.sampling.max_new_tokens
     if longest > policy.max_position_embeddings:
         raise ValueError(
@@ -237,11 +200,6 @@ def build_engine(
     )
 
 
-def check_reward(config: ExperimentConfig) -> None:
-    """Raises ``ValueError`` where the reward function cannot be imported or called as one."""
-    load_reward(config.reward.function)
-
-
 def method_label(config: ExperimentConfig, policy: ModelConfig) -> str:
     """What the run is called by its method: ``-r3`` only where there are routes to replay."""
     return config.method if policy.moe_layers else config.loss.label
@@ -255,9 +213,8 @@ def build_grader(config: ExperimentConfig) -> Grader:
 
 def recorded_routes(policy: ModelConfig) -> Routes | None:
     """What recorded experts must look like for this policy; None where it is dense."""
-    if not policy.moe_layers:
-        return None
-    return Routes(len(policy.moe_layers), policy.num_experts_per_tok, policy.num_experts)
+    layers = len(policy.moe_layers)
+    return Routes(layers, policy.num_experts_per_tok, policy.num_experts) if layers else None
 
 
 def recorded_support(config: ExperimentConfig, policy: ModelConfig) -> Support | None:

@@ -19,12 +19,8 @@ from sat_jax.training import build
 def stored_config(folder: Path, loss: bool = True) -> ExperimentConfig | None:
     """The configuration of a run folder; None for a Hugging Face folder, whose config.json describes a model.
 
-    Args:
-        folder: the folder.
-        loss: False leaves the loss aside, whose rules may stand in files that have changed: enough to look at a policy.
-
-    Raises:
-        ValueError: neither of the two, a damaged ``config.json``, or one that this version of sat_jax cannot read.
+    Without ``loss``, whose rules may stand in files that have changed, it is enough to look at a policy. Raises
+    ``ValueError`` for other folders, and for a ``config.json`` that is damaged or of a version that cannot be read.
     """
     record = read_config(folder)
     if record is None:
@@ -45,11 +41,7 @@ def stored_config(folder: Path, loss: bool = True) -> ExperimentConfig | None:
 def checkpoint_params(
     folder: Path, config: ExperimentConfig, policy: build.Policy, step: int | None = None
 ) -> tuple[Any, int]:
-    """The policy's parameters in a run's checkpoint of ``step`` (None: the newest), and that step.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is of another model.
-    """
+    """The policy's parameters in a run's checkpoint of ``step`` (None: the newest), and that step."""
     stored = sorted(int(p.name) for p in folder.glob("checkpoints/*") if p.name.isdigit())
     if not stored:
         raise ValueError(f"{folder} has no checkpoint yet: wait for one, or use the policy that it started from")

@@ -44,13 +44,8 @@ def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, Any]:
 def sample_records(
     groups: Sequence[Group], log_probs: Iterable[np.ndarray], tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
-    """Readable rollouts for ``samples.jsonl``: one of a group, for as many groups as there are rows of log-probs.
-
-    Args:
-        groups: the first ones are shown.
-        log_probs: the learner's own, one array over the response tokens of each shown trajectory.
-        tokenizer: spells the tokens.
-    """
+    """Readable rollouts for ``samples.jsonl``: one of a group, for as many groups as there are rows of log-probs, the
+    learner's own, over the response tokens of each shown trajectory."""
     return [_sample(group, shown(group), learner, tokenizer) for group, learner in zip(groups, log_probs, strict=False)]
 
 

@@ -7,8 +7,8 @@ one machine the two computations do not slow each other down.
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from sat_jax.dataclass_json import to_dict
 from sat_jax.learner import Programs
 from sat_jax.report import write_report
 from sat_jax.report.terminal import Display
+from sat_jax.rewards.functions import load_reward
 from sat_jax.rewards.grader import Grader
 from sat_jax.rollout.engine import Engine, SamplingParams
 from sat_jax.rollout.ledger import Ledger, read_ledger
@@ -37,7 +38,7 @@ from sat_jax.runs.reader import read_run
 from sat_jax.runs.writer import MetricsWriter
 from sat_jax.training import build, grading
 from sat_jax.training.assemble import Assembler
-from sat_jax.training.evaluation import Evaluation, evaluate
+from sat_jax.training.evaluation import evaluate
 from sat_jax.training.rollout_metrics import rollout_metrics, sample_records
 from sat_jax.training.signals import StopRequest, stop_on_signal
 from sat_jax.types import Batch, Group, TrainState
@@ -47,13 +48,7 @@ INTERRUPTED = 130
 
 
 class Trainer:
-    """One run in one folder.
-
-    Args:
-        config: what to run.
-        run_dir: the run folder; created by ``run``.
-        resume: continue from the folder's newest checkpoint.
-    """
+    """One run in one folder, which ``run`` creates, or whose newest checkpoint it continues with ``resume``."""
 
     def __init__(self, config: ExperimentConfig, run_dir: Path, *, resume: bool = False) -> None:
         self.config, self.run_dir, self._resume = config, run_dir, resume
@@ -154,7 +149,7 @@ class _Parts(NamedTuple):
         problems = build.build_problems(config, policy.tokenizer)
         context = build.context_length(config, policy.config, problems.longest_prompt)
         programs = Programs(build.build_learner(config, policy.config, placement))
-        build.check_reward(config)
+        load_reward(config.reward.function)  # raises where it cannot be imported or called as one
         if config.warm_start is not None and problems.task is None:
             raise ValueError(
                 f"warm_start needs demonstrations and {config.data.source} has none: use a configuration without a "
@@ -164,22 +159,18 @@ class _Parts(NamedTuple):
         return _Parts(policy, problems, programs, Assembler(config, policy, programs, context), stream, context)
 
 
+@dataclasses.dataclass
 class _Run:
     """A run that is under way."""
 
-    def __init__(
-        self,
-        config: ExperimentConfig,
-        run_dir: Path,
-        parts: _Parts,
-        checkpoints: Checkpoints,
-        writer: MetricsWriter,
-        display: Display,
-        stop: StopRequest,
-    ) -> None:
-        self.config, self.run_dir, self.parts = config, run_dir, parts
-        self.checkpoints, self.writer, self.display, self.stop = checkpoints, writer, display, stop
-        self.version = 0
+    config: ExperimentConfig
+    run_dir: Path
+    parts: _Parts
+    checkpoints: Checkpoints
+    writer: MetricsWriter
+    display: Display
+    stop: StopRequest
+    version: int = 0
 
     # ------------------------------------------------------------------ the run
 
@@ -211,8 +202,7 @@ class _Run:
                 self.config, parts.policy, state.params, self.version, parts.context, parts.assembler.support
             )
             stack.callback(engine.close)
-            grade = grading.graded_with_advantages(self.config, grader)
-            queue, worker = self._rollout_side(engine, grade, restored)
+            queue, worker = self._rollout_side(engine, grader, restored)
             stack.callback(queue.close)
             stack.callback(worker.stop)
             parts.assembler.keep(state.params, self.version)
@@ -299,9 +289,8 @@ class _Run:
             if self.stop.requested:
                 return None
             prompts, targets = task.demonstrations(np.random.default_rng([self.config.seed, i]), warm.batch_size)
-            batch = make_sft_batch(
-                list(prompts), list(targets), widths=self.parts.assembler.widths, rows_multiple=programs.row_ways
-            )
+            widths, multiple = self.parts.assembler.widths, programs.row_ways
+            batch = make_sft_batch(list(prompts), list(targets), widths=widths, rows_multiple=multiple)
             state, metrics = programs.supervised_step(state, programs.place(batch))
             if i % 20 == 0 or i == warm.steps - 1:
                 self.display.phase(f"warm start, step {i + 1} of {warm.steps}, loss {float(metrics['sft/loss']):.3f}")
@@ -317,7 +306,7 @@ class _Run:
             self.parts.assembler.reference = restore_params(folder, params)
 
     def _rollout_side(
-        self, engine: Engine, grade: Callable[[Sequence[Group]], list[Group]], restored: _Restored | None
+        self, engine: Engine, grader: Grader, restored: _Restored | None
     ) -> tuple[GroupQueue, RolloutWorker]:
         config, rollout, updates = self.config, self.config.rollout, self.config.learner.updates_per_batch
         ledger_path = self.run_dir / LEDGER_FILE
@@ -341,7 +330,7 @@ class _Run:
             engine,
             queue,
             self.parts.stream,
-            grade,
+            grading.graded_with_advantages(config, grader),
             group_size=rollout.n_samples_per_prompt,
             params=config.sampling,
             schedule=rollout.schedule,
@@ -366,15 +355,8 @@ class _Run:
             max_new_tokens=config.sampling.max_new_tokens,
             stop=config.sampling.stop,
         )
-        result: Evaluation = evaluate(
-            engine,
-            self.parts.problems.heldout,
-            partial(grading.graded, grader),
-            params,
-            config.evaluation.k,
-            seed=config.seed,
-            step=self.version,
-        )
+        grade, problems = partial(grading.graded, grader), self.parts.problems.heldout
+        result = evaluate(engine, problems, grade, params, config.evaluation.k, seed=config.seed, step=self.version)
         self.writer.log_evaluation(self.version, result.record())
         self.display.evaluation(self.version, result.record())
         return True

@@ -9,7 +9,6 @@ elementwise on a ``Token`` record, so ``jax.vmap(jax.grad(...))`` over a grid of
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -19,6 +18,7 @@ from flax import struct
 
 from sat_jax.checked import Checked
 from sat_jax.losses.masked import Sequences
+from sat_jax.names import snake_case
 
 if TYPE_CHECKING:
     from sat_jax.losses.config import LossConfig
@@ -63,11 +63,7 @@ class Token:
 class Radii:
     """Distances from ratio 1 at which the surrogate stops: the interval is ``[1 - low, 1 + high]``.
 
-    Attributes:
-        low: eps_low times every contraction.
-        high: eps_high times every contraction.
-        c_low: contraction of the lower radius, in (0, 1]; None where no radius rule is on (exactly 1).
-        c_high: the same for the upper radius.
+    ``c_low`` and ``c_high`` are what eps_low and eps_high were multiplied by, in (0, 1]; None without a radius rule.
     """
 
     low: jax.Array
@@ -85,28 +81,17 @@ class Contraction:
     gate: jax.Array
 
 
-def snake_case(name: str) -> str:
-    """``DualClip`` -> ``dual_clip``, ``SAT`` -> ``sat``."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-
-
 @dataclasses.dataclass(frozen=True)
 class Rule(Checked):
     """Base of all rules: subclass one of the five kinds below, as a frozen dataclass of its settings, in any file.
 
     Its name in a loss is the snake_case of its class: ``DualClip`` is ``dual_clip``, and so are its dotted overrides.
-
-    Class attributes:
-        kind: which handle it is; the five kinds set it.
-        source: paper and equation.
-        summary: one line for ``sat-jax methods``.
-        needs: names of optional ``LossInputs`` arrays it cannot do without.
     """
 
-    kind: ClassVar[Kind]
-    source: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-    needs: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[Kind]  # set by the five kinds
+    source: ClassVar[str] = ""  # paper and equation
+    summary: ClassVar[str] = ""  # one line for ``sat-jax methods``
+    needs: ClassVar[tuple[str, ...]] = ()  # optional ``LossInputs`` arrays it cannot do without
     open_to_subclasses: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -122,7 +107,6 @@ class Rule(Checked):
 
     @property
     def name(self) -> str:
-        """What the rule is called in a loss: snake_case of its class."""
         return self.section
 
     def check_with(self, loss: LossConfig) -> None:
@@ -139,11 +123,8 @@ class Rule(Checked):
     def summarize(self, token: Token, order_statistic: Callable[[jax.Array, float], jax.Array]) -> Any:
         """Pytree of what the rule must know about the whole batch. No gradient.
 
-        Args:
-            token: the records of the batch.
-            order_statistic: ``(x, alpha) ->`` the alpha-quantile of ``x`` over active tokens (inverse CDF).
+        ``order_statistic(x, alpha)`` is the alpha-quantile of ``x`` over active tokens (inverse CDF).
         """
-        del token, order_statistic
         return ()
 
 
@@ -160,7 +141,6 @@ class Surrogate(Rule):
 
     def cut(self, token: Token, radii: Radii) -> jax.Array:
         """Bool: the interval cuts this token's gradient (or, for CISPO, its weight)."""
-        del radii
         return jnp.zeros(jnp.broadcast_shapes(token.frozen_ratio.shape, token.advantage.shape), bool)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,8 @@ class Cispo(Surrogate):
     lower one: ``eps_low = 1, eps_high = bound - 1`` here.
     """
 
-    source: ClassVar[str] = "arXiv:2506.13585 (4)-(5)"
-    summary: ClassVar[str] = "REINFORCE weighted by the clipped ratio; no token loses its gradient"
+    source = "arXiv:2506.13585 (4)-(5)"
+    summary = "REINFORCE weighted by the clipped ratio; no token loses its gradient"
 
     def objective(self, token: Token, radii: Radii) -> jax.Array:
         """S; its value depends on log pi, its gradient is the clipped ratio times A."""

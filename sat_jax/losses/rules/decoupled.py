@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Decoupled(Weight):
-    """``w = sg[pi_prox / mu]`` on a surrogate whose ratio is ``pi / pi_prox`` (denominator ``proximal``).
+    """``w = sg[pi_prox / mu]`` on a surrogate whose ratio is ``pi / pi_prox`` (denominator ``proximal``)."""
 
-    Attributes:
-        cap: tokens whose weight exceeds it are dropped, as in AReaL; None keeps all.
-    """
-
-    source: ClassVar[str] = "arXiv:2110.00641 (10); AReaL arXiv:2505.24298 (2)"
-    summary: ClassVar[str] = "weighs tokens by pi_prox / mu; the surrogate clips pi / pi_prox"
-    needs: ClassVar[tuple[str, ...]] = ("proximal_log_probs",)
+    source = "arXiv:2110.00641 (10); AReaL arXiv:2505.24298 (2)"
+    summary = "weighs tokens by pi_prox / mu; the surrogate clips pi / pi_prox"
+    needs = ("proximal_log_probs",)
 
     cap: Annotated[float, Range(0, above=True, why="it bounds an importance weight")] | None = None
+    """Tokens whose weight exceeds it are dropped, as in AReaL; None keeps all."""
 
     def check_with(self, loss: LossConfig) -> None:
-        """Only around the proximal policy."""
         if loss.denominator != "proximal":
             raise ValueError(
                 f"loss.denominator = '{loss.denominator}' with rule decoupled, which weighs by pi_prox / mu: use "
@@ -39,7 +35,6 @@ class Decoupled(Weight):
             )
 
     def weight(self, token: Token) -> jax.Array:
-        """No gradient: both policies are fixed during the step."""
         assert token.proximal is not None  # LossConfig.needs made sure
         weight = safe_exp(token.proximal)
         return weight if self.cap is None else jnp.where(weight <= self.cap, weight, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,19 @@ class Drpo(Penalty):
     """``|A| / (2 delta) mu (r - 1)^2`` (49).
 
     Its own delta replaces eps; a radius rule contracts delta on the side that r is on.
-
-    Attributes:
-        delta: radius in probability, > 0.
     """
 
-    source: ClassVar[str] = "arXiv:2607.18722 (49)"
-    summary: ClassVar[str] = "quadratic penalty weighted by mu, optimum at |pi - mu| = delta"
+    source = "arXiv:2607.18722 (49)"
+    summary = "quadratic penalty weighted by mu, optimum at |pi - mu| = delta"
 
     delta: Annotated[float, Range(0, above=True, why="it is a distance in probability")] = 1e-3
+    """Radius in probability, > 0."""
 
     def check_with(self, loss: LossConfig) -> None:
-        """Not with SPO."""
         if loss.get(Spo):
             raise ValueError("loss.rules: spo and drpo are two forms of one penalty; drop one")
 
     def penalty(self, token: Token, radii: Radii) -> jax.Array:
-        """Soft twin of DPPO's mask."""
         delta: jax.Array | float = self.delta
         if radii.c_low is not None and radii.c_high is not None:
             delta = self.delta * jnp.where(token.frozen_ratio > 1, radii.c_high, radii.c_low)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +18,19 @@ class DualClip(Ppo):
     """``S = max(S_ppo, bound * A)`` where A < 0, so one wildly off-policy token cannot dominate.
 
     TRL's ``delta`` is the same function for ``delta >= 1 + eps_high``; verl's ``vanilla`` always has it with 3.
-
-    Attributes:
-        bound: largest ratio that still counts against a negative advantage; > 1.
     """
 
-    source: ClassVar[str] = "arXiv:1912.09729 (5); verl clip_ratio_c, TRL delta, slime eps_clip_c"
-    summary: ClassVar[str] = "clipped surrogate with a floor at bound * A for A < 0"
+    source = "arXiv:1912.09729 (5); verl clip_ratio_c, TRL delta, slime eps_clip_c"
+    summary = "clipped surrogate with a floor at bound * A for A < 0"
 
     bound: Annotated[float, Range(1, above=True, why="it caps the ratio of tokens with A < 0")] = 3.0
+    """Largest ratio that still counts against a negative advantage; > 1."""
 
     def objective(self, token: Token, radii: Radii) -> jax.Array:
-        """S; constant where PPO cuts or the floor holds."""
         floor = jnp.asarray(self.bound, token.ratio.dtype) * token.advantage
         return jnp.where(self._floored(token), floor, super().objective(token, radii))
 
     def cut(self, token: Token, radii: Radii) -> jax.Array:
-        """PPO's cut, or floored."""
         return super().cut(token, radii) | self._floored(token)
 
     def _floored(self, token: Token) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import jax
 import jax.numpy as jnp
@@ -18,34 +18,28 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Icepop(Weight):
-    """``w = k 1{lower <= k <= upper}``, ``k = pi_l / mu`` (42), bounds inclusive, no gradient.
+    """``w = k 1{lower <= k <= upper}``, ``k = pi_l / mu`` (42), bounds inclusive, no gradient."""
 
-    Attributes:
-        lower: a.
-        upper: b.
-        binary: the 0/1 form, ``w = 1{lower <= k <= upper}``.
-        level: ``token``, or ``sequence_product``: k is the product over the response.
-    """
-
-    source: ClassVar[str] = "arXiv:2607.18722 (42)"
-    summary: ClassVar[str] = "weighs tokens by k = pi_l / mu where lower <= k <= upper, drops the rest"
-    needs: ClassVar[tuple[str, ...]] = ("rollout_policy_log_probs",)
+    source = "arXiv:2607.18722 (42)"
+    summary = "weighs tokens by k = pi_l / mu where lower <= k <= upper, drops the rest"
+    needs = ("rollout_policy_log_probs",)
 
     lower: Annotated[float, Range(0, 1, below=True)] = 0.5
+    """Smallest k that is kept."""
     upper: Annotated[float, Range(1, above=True)] = 5.0
+    """Largest k that is kept."""
     binary: bool = False
+    """The 0/1 form, ``w = 1{lower <= k <= upper}``."""
     level: Level = "token"
+    """``token``, or ``sequence_product``: k is the product over the response."""
 
     def check_with(self, loss: LossConfig) -> None:
-        """Not with TIS."""
         if loss.get(Tis):
             raise ValueError("loss.rules: tis and icepop both weigh by pi_l / mu; squaring it is neither; drop one")
 
     def elementwise(self) -> bool:
-        """Unless the weight is the product over the response."""
         return self.level == "token"
 
     def weight(self, token: Token) -> jax.Array:
-        """k or 1 inside the band, 0 outside."""
         k = rollout_ratio(token, self.level)
         return jnp.where((k >= self.lower) & (k <= self.upper), jnp.ones_like(k) if self.binary else k, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +17,15 @@ PROBABILITY_MARGIN = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Kpop(Mask):
-    """Keep iff ``KL(Bern(pi) || Bern(mu)) <= phi`` and ``KL(Bern(mu) || Bern(pi)) <= phi`` (43).
+    """Keep iff ``KL(Bern(pi) || Bern(mu)) <= phi`` and ``KL(Bern(mu) || Bern(pi)) <= phi`` (43)."""
 
-    Attributes:
-        phi: largest divergence, in nats.
-    """
-
-    source: ClassVar[str] = "arXiv:2607.18722 (43)"
-    summary: ClassVar[str] = "keeps tokens whose two Bernoulli KLs are at most phi"
+    source = "arXiv:2607.18722 (43)"
+    summary = "keeps tokens whose two Bernoulli KLs are at most phi"
 
     phi: Annotated[float, Range(0, above=True, why="it bounds a divergence in nats")] = 0.1
+    """Largest divergence, in nats."""
 
     def keep(self, token: Token, radii: Radii) -> jax.Array:
-        """Symmetric: the sign of A does not matter."""
-        del radii
         pi, mu = _probability(token.frozen_log_prob), _probability(token.behavior_log_prob)
         return (bernoulli_kl(pi, mu) <= self.phi) & (bernoulli_kl(mu, pi) <= self.phi)
 

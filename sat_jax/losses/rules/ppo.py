@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +18,10 @@ class Ppo(Surrogate):
     ``clip`` in halves where their arguments tie, and the keep-gate says that a ratio *on* the boundary is kept.
     """
 
-    source: ClassVar[str] = "arXiv:2607.18722 (18)-(19), (22), (37); PPO arXiv:1707.06347 (7)"
-    summary: ClassVar[str] = "clipped surrogate: no gradient outwards beyond 1 - eps_low, 1 + eps_high"
+    source = "arXiv:2607.18722 (18)-(19), (22), (37); PPO arXiv:1707.06347 (7)"
+    summary = "clipped surrogate: no gradient outwards beyond 1 - eps_low, 1 + eps_high"
 
     def objective(self, token: Token, radii: Radii) -> jax.Array:
-        """S; constant where ``cut``."""
         boundary = jnp.where(token.advantage > 0, 1 + radii.high, 1 - radii.low)
         return jnp.where(self.cut(token, radii), boundary, token.ratio) * token.advantage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,12 @@ from sat_jax.losses.rules.base import Contraction, Radius, Scope, Token
 
 @struct.dataclass
 class SatSummary:
-    """What SAT knows about a batch.
-
-    Attributes:
-        q: the order statistic of |d| (14); scalar, or one number a row where the scope is not the batch.
-        reference: q after ``q_floor`` and ``q_cap``, what gate and kernel divide by.
-    """
+    """What SAT knows about a batch."""
 
     q: jax.Array
+    """The order statistic of |d| (14); scalar, or one number a row where the scope is not the batch."""
     reference: jax.Array
+    """q after ``q_floor`` and ``q_cap``, what gate and kernel divide by."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,26 +30,23 @@ class Sat(Radius):
 
     ``q`` is the alpha-quantile of |d| over active tokens. A token is gated where ``q > 0`` and ``|d| > q``; a gated
     token with d > 0 contracts the upper radius by ``psi(|d|; q) = 1 / (1 + (|d|/q)^k)``, with d < 0 the lower one.
-
-    Attributes:
-        alpha: share of active tokens at or below q, in (0, 1), read as the decimal that was typed.
-        exponent: k of the Hill kernel, > 0.
-        scope: whose tokens q ranks: the whole ``batch``, each ``microbatch``, or each ``device``'s rows of one.
-        shards: for scope ``device``: into how many equal contiguous blocks the rows are cut.
-        q_floor: ours, not the paper's; the reference never falls below it, so rounding noise is not gated. 0 is off.
-        q_cap: ours; the reference never exceeds it, so the tail of a badly mismatched batch still contracts. None is
-            off.
     """
 
-    source: ClassVar[str] = "arXiv:2607.18722 (13)-(17), (20)"
-    summary: ClassVar[str] = "contracts eps on the side of d for tokens whose |d| exceeds the batch's alpha-quantile"
+    source = "arXiv:2607.18722 (13)-(17), (20)"
+    summary = "contracts eps on the side of d for tokens whose |d| exceeds the batch's alpha-quantile"
 
     alpha: Annotated[float, Range(0, 1, above=True, below=True, why="it is the share of tokens below q")] = 0.90
+    """Share of active tokens at or below q, in (0, 1), read as the decimal that was typed."""
     exponent: Annotated[float, Range(0, above=True, why="psi must fall with |d|; the paper uses 2")] = 2.0
+    """k of the Hill kernel, > 0."""
     scope: Scope = "batch"
+    """Whose tokens q ranks: the whole ``batch``, each ``microbatch``, or each ``device``'s rows of one."""
     shards: Count = 1
+    """For scope ``device``: into how many equal contiguous blocks the rows are cut."""
     q_floor: NonNegative = 0.0
+    """Ours, not the paper's; the reference never falls below it, so rounding noise is not gated. 0 is off."""
     q_cap: Positive | None = None
+    """Ours; the reference never exceeds it, so the tail of a badly mismatched batch still contracts. None is off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +58,6 @@ class Sat(Radius):
             )
 
     def summary_scope(self) -> tuple[Scope, int]:
-        """Whose tokens q ranks."""
         return self.scope, self.shards
 
     def summarize(self, token: Token, order_statistic: Callable[[jax.Array, float], jax.Array]) -> SatSummary:

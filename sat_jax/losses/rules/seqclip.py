@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +14,20 @@ from sat_jax.losses.rules.base import Mask, Radii, Token
 
 @dataclasses.dataclass(frozen=True)
 class Seqclip(Mask):
-    """Keep the response iff ``lower <= rho <= upper`` (39); ``rho = exp(mean_t d)``, geometric mean, not the product.
+    """Keep the response iff ``lower <= rho <= upper`` (39); ``rho = exp(mean_t d)``, the geometric mean."""
 
-    Attributes:
-        lower: a.
-        upper: b.
-    """
-
-    source: ClassVar[str] = "arXiv:2607.18722 (39)"
-    summary: ClassVar[str] = "drops responses whose geometric-mean ratio is outside [lower, upper]"
+    source = "arXiv:2607.18722 (39)"
+    summary = "drops responses whose geometric-mean ratio is outside [lower, upper]"
 
     lower: Annotated[float, Range(0, 1, below=True)] = 0.995
+    """Smallest rho that is kept."""
     upper: Annotated[float, Range(1, above=True)] = 1.005
+    """Largest rho that is kept."""
 
     def elementwise(self) -> bool:
-        """A response is kept or dropped as a whole."""
         return False
 
     def keep(self, token: Token, radii: Radii) -> jax.Array:
-        """One answer a sequence, broadcast to its tokens."""
-        del radii
         d = token.log_ratio
         # A sequence unit already is the mean.
         mean = token.sequences.mean(d) if d.shape == token.sequences.mask.shape else d

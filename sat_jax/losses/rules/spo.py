@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,9 @@ class Spo(Penalty):
     The objective's maximum lies on the boundary, ``r = 1 + eps`` for A > 0, so a radius rule contracts SPO too.
     """
 
-    source: ClassVar[str] = "arXiv:2607.18722 (48); SPO arXiv:2401.16025"
-    summary: ClassVar[str] = "quadratic penalty whose optimum is the boundary ratio 1 +- eps"
+    source = "arXiv:2607.18722 (48); SPO arXiv:2401.16025"
+    summary = "quadratic penalty whose optimum is the boundary ratio 1 +- eps"
 
     def penalty(self, token: Token, radii: Radii) -> jax.Array:
-        """Soft twin of the interval."""
         eps = jnp.where(token.frozen_ratio > 1, radii.high, radii.low)
         return jnp.abs(token.advantage) / (2 * eps) * jnp.square(token.ratio - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,18 @@ class Tis(Weight):
     """``w = sg[clip(pi_l / mu, floor, cap)]``, the form of TRL, verl and slime, on PPO whose ratio is pi_j / pi_l.
 
     Equation (41) as printed, ``sg[min(r, C)] A log pi``, is ``tis_reinforce``.
-
-    Attributes:
-        cap: C, the largest weight.
-        floor: smallest weight; 0 is off (TRL ``cmin``, slime ``tis_clip_low``).
-        level: ``token``, or ``sequence_product``: one weight a response, the product of its tokens' ratios.
     """
 
-    source: ClassVar[str] = "arXiv:2607.18722 (41), E.2; TRL, verl, slime"
-    summary: ClassVar[str] = "weighs tokens by pi_l / mu, truncated at cap"
-    needs: ClassVar[tuple[str, ...]] = ("rollout_policy_log_probs",)
+    source = "arXiv:2607.18722 (41), E.2; TRL, verl, slime"
+    summary = "weighs tokens by pi_l / mu, truncated at cap"
+    needs = ("rollout_policy_log_probs",)
 
     cap: Positive = 2.0
+    """C, the largest weight."""
     floor: NonNegative = 0.0
+    """Smallest weight; 0 is off (TRL ``cmin``, slime ``tis_clip_low``)."""
     level: Level = "token"
+    """``token``, or ``sequence_product``: one weight a response, the product of its tokens' ratios."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,11 +39,9 @@ class Tis(Weight):
             raise ValueError(f"tis.floor = {self.floor} must lie below tis.cap = {self.cap}; use 0 and 2")
 
     def elementwise(self) -> bool:
-        """Unless the weight is the product over the response."""
         return self.level == "token"
 
     def weight(self, token: Token) -> jax.Array:
-        """No gradient: both policies are fixed."""
         return jnp.clip(rollout_ratio(token, self.level), self.floor, self.cap)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,14 @@ from sat_jax.losses.rules.base import Radii, Surrogate, Token
 
 @dataclasses.dataclass(frozen=True)
 class TisReinforce(Surrogate):
-    """``S = sg[min(r, cap)] A log pi`` (41). Another loss than the ``-tis`` methods, which weigh PPO by ``pi_l / mu``.
+    """``S = sg[min(r, cap)] A log pi`` (41); not the ``-tis`` methods, which weigh PPO by ``pi_l / mu``."""
 
-    Attributes:
-        cap: C, the largest weight; > 0.
-    """
-
-    source: ClassVar[str] = "arXiv:2607.18722 (41)"
-    summary: ClassVar[str] = "REINFORCE weighted by min(r, cap)"
-    has_interval: ClassVar[bool] = False
+    source = "arXiv:2607.18722 (41)"
+    summary = "REINFORCE weighted by min(r, cap)"
+    has_interval = False
 
     cap: Annotated[float, Range(0, above=True, why="it is the largest importance weight")] = 2.0
+    """C, the largest weight; > 0."""
 
     def objective(self, token: Token, radii: Radii) -> jax.Array:
-        """S."""
-        del radii
         return jnp.minimum(token.frozen_ratio, self.cap) * token.advantage * token.log_prob

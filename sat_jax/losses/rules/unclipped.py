@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 
@@ -14,10 +13,8 @@ from sat_jax.losses.rules.base import Radii, Surrogate, Token
 class Unclipped(Surrogate):
     """``S = r A`` (4), no interval of its own; SPO and DRPO bound it softly."""
 
-    source: ClassVar[str] = "arXiv:2607.18722 (4), (48)-(49)"
-    summary: ClassVar[str] = "importance-weighted advantage without a clip"
+    source = "arXiv:2607.18722 (4), (48)-(49)"
+    summary = "importance-weighted advantage without a clip"
 
     def objective(self, token: Token, radii: Radii) -> jax.Array:
-        """S."""
-        del radii
         return token.ratio * token.advantage

@@ -10,6 +10,7 @@ import pytest
 
 from sat_jax import losses
 from sat_jax.cli.losses import geometry, inspect, methods
+from sat_jax.inspection.batch import Settings
 from sat_jax.inspection.geometry import curve
 
 D = np.array([[0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.15, 9.0]])
@@ -85,7 +86,7 @@ def test_names_of_other_trainers_compare_and_folder(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("changes", "settings", "message"),
+    ("changes", "options", "message"),
     [
         ({"loss_mask": None}, {}, "has no array 'loss_mask'.*there are: advantages"),
         ({"loss_mask": np.full(D.shape, 0.5)}, {}, "loss_mask holds 0.5"),
@@ -93,20 +94,20 @@ def test_names_of_other_trainers_compare_and_folder(tmp_path: Path, capsys: pyte
         ({"advantages": np.full(D.shape, np.nan)}, {}, r"advantages\[0, 0\] = nan"),
         ({"advantages": np.ones(7)}, {}, "advantages has shape"),
         ({}, {"method": "grpo-tis"}, "rollout_policy_log_probs, which is missing"),
-        ({}, {"kl_loss_coef": 0.1}, "reference_log_probs, which is missing"),
-        ({}, {"alpha": 1.0}, "alpha = 1.0"),
-        ({}, {"eps_low": 0.0}, "eps_low = 0.0"),
+        ({}, {"settings": Settings(kl_loss_coef=0.1)}, "reference_log_probs, which is missing"),
+        ({}, {"settings": Settings(alpha=1.0)}, "alpha = 1.0"),
+        ({}, {"settings": Settings(eps_low=0.0)}, "eps_low = 0.0"),
         ({}, {"method": "sat-grop"}, "did you mean 'sat-grpo'"),
         ({}, {"compare": "grpo,gspo", "plot": Path("x.png")}, "one method on one batch"),
         ({}, {"plot": Path("x.nothing")}, "use .png"),
         ({}, {"grad": Path("x.csv")}, "ends in .npz"),
     ],
 )
-def test_mistakes(tmp_path: Path, changes: dict, settings: dict, message: str) -> None:
+def test_mistakes(tmp_path: Path, changes: dict, options: dict, message: str) -> None:
     path = tmp_path / "batch.npz"
     np.savez(path, **{k: v for k, v in (arrays() | changes).items() if v is not None})
     with pytest.raises(ValueError, match=message):
-        inspect(path, **settings)
+        inspect(path, **options)
 
 
 @pytest.mark.parametrize("method", ["gspo-tis", "sat-gspo", "dppo", "drpo", "decoupled-ppo"])

@@ -186,8 +186,3 @@ def test_the_process_keeps_its_own_matplotlib_settings(runs: list[Run]) -> None:
     before = dict(matplotlib.rcParams)
     drawn("Gate, clip and intercept rate", runs)
     assert dict(matplotlib.rcParams) == before
-
-
-def test_no_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 runs"):
-        drawn("Mismatch", [])
