@@ -49,6 +49,16 @@ def shares(tree: Any) -> dict[str, float]:
     }
 
 
+def beside(state: Any) -> dict[str, list[float]]:
+    """What parts one device holds of all arrays that do not belong to the state, by their shape."""
+    own = {id(x) for x in jax.tree.leaves(state)}
+    found: dict[str, set[float]] = {}
+    for x in jax.live_arrays():
+        if id(x) not in own and x.size:
+            found.setdefault(str(list(x.shape)), set()).add(x.addressable_shards[0].data.size / x.size)
+    return {shape: sorted(parts) for shape, parts in found.items()}
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -87,7 +97,7 @@ def main() -> None:
 
     def seen_save(self: Checkpoints, state: Any, host: Any, groups: Any) -> None:
         states.append(shares(state))
-        report["engine"] = shares((engines[-1]._params, engines[-1]._cache)), engines[-1].compilations
+        report["engine"] = beside(state), engines[-1].compilations
         save(self, state, host, groups)
 
     def seen_engine(*args: Any) -> LocalEngine:

@@ -116,11 +116,11 @@ def test_gates_of_micro_batches_are_those_of_the_whole_batch(params: Any, batch:
     chex.assert_trees_all_equal(spec.loss.metrics(whole, summary), spec.loss.metrics(joined, summary))
 
 
-def test_rows_come_back_in_their_order() -> None:
-    x = jnp.arange(24).reshape(12, 2)
-    np.testing.assert_array_equal(step._join(step._split(x, 3)), x)
-    with pytest.raises(ValueError, match="12 rows are not a multiple of micro_batches = 5"):
-        step._split(x, 5)
+def test_rows_come_back_in_their_order(params: Any, batch: Batch) -> None:
+    whole, parts = (jax.jit(partial(step.score, _spec(micro_batches=n)))(params, batch) for n in (1, B // 2))
+    np.testing.assert_allclose(parts.log_probs, whole.log_probs, atol=1e-5)
+    with pytest.raises(ValueError, match=f"{B} rows are not a multiple of micro_batches = 5"):
+        jax.eval_shape(partial(step.score, _spec(micro_batches=5)), params, batch)
 
 
 def test_replayed_experts_decide_and_their_agreement_is_reported(params: Any, batch: Batch) -> None:
