@@ -23,6 +23,8 @@ import jax
 import numpy as np
 from flax import struct
 
+__all__ = ["MIN_TEMPERATURE", "NATIVE_ROUTE", "NO_TOKEN", "Batch", "Group", "Prompt", "TrainState", "Trajectory"]
+
 FinishReason = Literal["stop", "length", "abort"]
 """Why a response ended: an EOS or stop string was sampled, the budget ran out, or the engine was told to abort."""
 

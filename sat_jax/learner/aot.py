@@ -15,6 +15,8 @@ from sat_jax.learner.step import LearnerSpec, batch_shardings
 from sat_jax.model import MESH_AXES
 from sat_jax.types import Batch
 
+__all__ = ["abstract_batch", "compile_train_step", "memory", "shard_bytes", "topology_mesh"]
+
 
 def topology_mesh(topology: str, sizes: dict[str, int]) -> Mesh:
     """A mesh of the chips of a TPU slice such as ``v5p:4x4x4``; ``sizes`` must multiply to them. Needs libtpu."""
