@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 
 def report_of(module: str, devices: int = 8) -> Any:
     """What ``python -m module`` prints as its last line, as JSON."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
     command = [sys.executable, "-m", module]

@@ -54,9 +54,9 @@ def spec_of(micro_batches: int, options: model.ForwardOptions) -> learner.Learne
 def run(mesh: dict[str, int] | None, micro_batches: int) -> tuple[Any, Any]:
     rows = batch()
     if mesh is None:
-        spec = spec_of(micro_batches, model.ForwardOptions(moe="dense"))
+        spec = spec_of(micro_batches, model.ForwardOptions(moe="blocked"))
         return jax.jit(partial(learner.train_step, spec))(learner.init_state(spec, init(MOE)), rows)
-    spec = spec_of(micro_batches, model.ForwardOptions(moe="dense", placement=model.Placement(mesh_of(mesh))))
+    spec = spec_of(micro_batches, model.ForwardOptions(moe="blocked", placement=model.Placement(mesh_of(mesh))))
     places = learner.state_shardings(spec)
     state = jax.jit(partial(learner.init_state, spec), out_shardings=places)(jax.device_put(init(MOE), places.params))
     rows = jax.device_put(rows, learner.batch_shardings(spec, rows))

@@ -2,9 +2,6 @@
 
 import dataclasses
 import gc
-import os
-import subprocess
-import sys
 import zlib
 from functools import partial
 
@@ -14,12 +11,13 @@ import numpy as np
 import pytest
 
 from sat_jax import hub, model
-from sat_jax.data.records import Routes, Support, check_routes, check_support
+from sat_jax.data.records import Routes, check_routes
 from sat_jax.rollout import Request, SamplingParams
 from sat_jax.rollout.local import LocalEngine
 from sat_jax.rollout.local.compiled import programs_for
-from sat_jax.types import NO_TOKEN, Prompt
-from tests.helpers import DATA, ROOT
+from sat_jax.types import Prompt
+from tests.helpers import DATA
+from tests.helpers.devices import report_of
 
 CFG = model.ModelConfig(
     model_type="qwen3_moe",
@@ -411,64 +409,4 @@ def test_layers_of_a_large_policy_are_unrolled_and_compute_the_same():
 
 
 def test_the_engine_samples_on_a_device_of_its_own_or_on_a_mesh():
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.rollout.local.two_devices_main"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == "same\n", done.stderr
-
-
-def test_a_device_and_a_mesh_exclude_each_other(params):
-    axis_types = (jax.sharding.AxisType.Auto,) * len(model.MESH_AXES)
-    mesh = jax.make_mesh((1,) * len(model.MESH_AXES), model.MESH_AXES, axis_types=axis_types)
-    options = model.ForwardOptions(placement=model.Placement(mesh))
-    with pytest.raises(ValueError, match="one or the other"):
-        LocalEngine(CFG, params, device=jax.devices()[0], options=options, **SHAPE)
-
-
-def test_supports_are_recorded_for_every_token_and_every_version(params, other_params):
-    """The learner's log-probs over the recorded supports are the engine's; weights change in flight."""
-    engine = LocalEngine(CFG, params, Letters(), support=6, **LEAN)
-    sampling = dataclasses.replace(EVERY, top_k=6, top_p=0.8, temperature=0.8)
-    requests = [request(name, params=sampling, seed=i) for i, name in enumerate("abcde")]
-
-    trajectories = list(engine.generate(swap_after(engine, other_params, 1, requests, 1)))
-    engine.close()
-    assert {v for t in trajectories for v in t.policy_versions} == {0, 1}
-    sizes = set()
-    for t in trajectories:
-        assert t.support.shape == (9, 6)
-        assert check_support(t, Support(6, CFG.vocab_size)) is not None
-        sizes |= set((t.support != NO_TOKEN).sum(axis=1).tolist())
-        tokens = jnp.asarray(np.concatenate([t.prompt_ids, t.response_ids]))[None]
-        support = np.full((1, tokens.shape[1], 6), NO_TOKEN, np.int32)
-        support[0, len(t.prompt_ids) :] = t.support
-        routes = np.full((1, tokens.shape[1], *t.routed_experts.shape[1:]), -1, np.int32)
-        if len(set(t.policy_versions)) == 1:
-            weights = params if t.policy_versions[0] == 0 else other_params
-            routes[0, :-1] = t.routed_experts
-            out = model.forward(weights, CFG, tokens, routed_experts=jnp.asarray(routes))
-            found = model.token_log_probs(weights, CFG, out.hidden, tokens, 0.8, support=jnp.asarray(support))
-            np.testing.assert_allclose(found.log_probs[0, len(t.prompt_ids) :], t.log_probs, atol=2e-5)
-    assert len(sizes) > 1
-    assert max(sizes) <= 6
-
-
-def test_an_engine_that_records_needs_a_bound(params):
-    engine = LocalEngine(CFG, params, Letters(), support=6, **LEAN)
-    plain = LocalEngine(CFG, params, Letters(), **LEAN)
-    assert engine.record_bytes == plain.record_bytes + 4 * 32 * 6 * 4
-    for settings in ({"top_p": 0.9}, {"top_k": 7}, {"top_k": 3, "temperature": 0.0}):
-        with pytest.raises(ValueError, match=r"request a: top_k = .* needs top_k in 1 .. 6 and a temperature above 0"):
-            list(engine.generate([request("a", params=dataclasses.replace(EVERY, **settings))]))
-    with pytest.raises(ValueError, match=r"support = 41: must lie in 0 .. 40"):
-        LocalEngine(CFG, params, support=41, **LEAN)
+    assert report_of("tests.unit.rollout.local.two_devices_main", devices=2) == "same"

@@ -1,5 +1,6 @@
 """Run by test_engine.py in a process with two CPU devices: learner on one, engine on the other; engine on both."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -54,7 +55,7 @@ def main() -> None:
         ids, log_probs = texts[0][t.sample_index]
         assert t.response_ids.tolist() == ids
         np.testing.assert_allclose(t.log_probs, log_probs, atol=1e-5)
-    print("same")
+    print(json.dumps("same"))
 
 
 if __name__ == "__main__":
