@@ -59,12 +59,7 @@ def load_params(
     return unflatten({p.path: _load(checkpoint, p, where.get(p.path, default)) for p in table})
 
 
-def save_hf(
-    hf_dir: str | Path,
-    cfg: ModelConfig,
-    params: Params,
-    source: str | Path | None = None,
-) -> Path:
+def save_hf(hf_dir: str | Path, cfg: ModelConfig, params: Params, source: str | Path | None = None) -> Path:
     """Writes ``hf_dir``: hub-named shards, index, ``config.json``, ``generation_config.json`` and the tokenizer's
     files.
 

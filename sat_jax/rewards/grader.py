@@ -57,12 +57,7 @@ class Grader:
     """
 
     def __init__(
-        self,
-        reward: str | Callable[..., Any],
-        *,
-        workers: int = 2,
-        timeout_s: float = 10.0,
-        memory_mb: int = 4096,
+        self, reward: str | Callable[..., Any], *, workers: int = 2, timeout_s: float = 10.0, memory_mb: int = 4096
     ) -> None:
         if workers < 0:
             raise ValueError(f"workers = {workers}: use 0 to grade in this process, or at least 1")
