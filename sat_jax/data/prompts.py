@@ -121,11 +121,7 @@ def load_prompts(spec: str, tokenizer: Tokenizer, options: PromptOptions | None 
 
     ``prompt_id`` is stable: a hash of the problem and its answer (with ``-2``, ``-3``, ... for kept duplicates), or the
     column ``id_key``. ``metadata`` holds the other columns, and ``solution`` where the answer came with a worked one.
-
-    Args:
-        spec: see ``sat_jax.data.sources.read_rows``.
-        tokenizer: renders and encodes.
-        options: ``PromptOptions()`` by default.
+    For ``spec`` see ``sat_jax.data.sources.read_rows``.
 
     Raises:
         ValueError: whatever is wrong with the source or one of its rows, with the file and the line; a prompt that is

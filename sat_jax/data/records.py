@@ -69,12 +69,8 @@ def check_routes(
     """Int ``[P + R - 1, L, K]`` for each trajectory: the experts recorded for every token that was an input.
 
     Each set is K different experts, or ``NATIVE_ROUTE`` throughout (route natively). The last sampled token was never
-    an input: its row may be missing, and is dropped where an engine puts something there.
-
-    Args:
-        trajectories: with their ``routed_experts`` as the engine laid them out.
-        routes: the learner's model.
-        layout: the engine's; None: ``[T, L, K]`` of the mixture layers.
+    an input: its row may be missing, and is dropped where an engine puts something there. ``layout`` is the engine's;
+    None: ``[T, L, K]`` of the mixture layers.
 
     Raises:
         ValueError: no record at all, or none for a layer; another number of rows, layers or experts; an expert that

@@ -24,15 +24,10 @@ Row = tuple[str, dict[str, Any]]
 
 
 def read_rows(spec: str) -> tuple[str, Iterator[Row]]:
-    """The name of a source and its rows.
+    """The name of a source and its rows; whatever is wrong with it is a ``ValueError``, with the line.
 
-    Args:
-        spec: a ``.jsonl`` or ``.parquet`` file, ``tfds:NAME/SPLIT``, ``reasoning_gym:NAME``, or ``toy:sort6/SPLIT``.
-            The generated ones take parameters: ``reasoning_gym:chain_sum?size=500&seed=7``.
-
-    Raises:
-        ValueError: a missing or unreadable file, a malformed line (with its number), an unknown name, a package that is
-            not installed.
+    ``spec`` is a ``.jsonl`` or ``.parquet`` file, ``tfds:NAME/SPLIT``, ``reasoning_gym:NAME``, or ``toy:sort6/SPLIT``.
+    The generated ones take parameters: ``reasoning_gym:chain_sum?size=500&seed=7``.
     """
     kind, _, rest = spec.partition(":")
     if kind == "tfds":

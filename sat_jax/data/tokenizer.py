@@ -46,12 +46,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Load ``tokenizer.json`` and what stands beside it.
-
-        Raises:
-            ValueError: the folder or ``tokenizer.json`` is missing or malformed, or an added token of
-                ``tokenizer_config.json`` cannot get the id that it claims.
-        """
+        """Load ``tokenizer.json`` and what stands beside it. ``ValueError`` where it is missing or malformed, or an
+        added token of ``tokenizer_config.json`` cannot get the id that it claims."""
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -151,9 +147,6 @@ class Tokenizer:
         """The text of ``messages`` under the folder's chat template; see ``chat.render``.
 
         ``encode`` it without special tokens: whether a prompt starts with BOS is the template's decision.
-
-        Raises:
-            ValueError: there is no template, or it refuses these messages.
         """
         if self._template is None:
             raise ValueError(f"{self.name} has no chat template: add chat_template.jinja to it, or use plain prompts")

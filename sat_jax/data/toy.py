@@ -49,11 +49,7 @@ class SortTask(Checked):
         return _held_out_table(self.n_digits)[np.sort(digits, axis=-1) @ self._powers]
 
     def problems(self, split: Split, n: int, seed: int = 0) -> list[str]:
-        """``n`` different problems of one split, as digits, the same for the same seed.
-
-        Raises:
-            ValueError: the split has fewer than ``n`` problems.
-        """
+        """``n`` different problems of one split, as digits, the same for the same seed."""
         everything = np.arange(10**self.n_digits)[:, None] // self._powers % 10
         available = np.flatnonzero(self.is_held_out(everything) == (split == "test"))
         if n > len(available):

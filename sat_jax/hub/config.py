@@ -19,22 +19,12 @@ ARCHITECTURES: Mapping[str, ModelType] = {
 }
 # Keys that never change what the model computes, or have been looked at by then. (How strongly training balances the
 # router is `learner.*` here.)
-_NEUTRAL = frozenset(
-    (
-        "router_aux_loss_coef",
-        *("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "tokenizer_class"),
-        *("use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "return_dict"),
-        *("_attn_implementation", "_attn_implementation_autoset", "torchscript", "pretraining_tp", "max_window_layers"),
-        *(
-            "is_llama_config",
-            "transformers.js_config",
-            "is_decoder",
-            "rope_parameters",
-            "layer_types",
-            "sliding_window",
-        ),
-    )
-)
+_NEUTRAL = {
+    "router_aux_loss_coef", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path",
+    "tokenizer_class", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "return_dict",
+    "_attn_implementation", "_attn_implementation_autoset", "torchscript", "pretraining_tp", "max_window_layers",
+    "is_llama_config", "transformers.js_config", "is_decoder", "rope_parameters", "layer_types", "sliding_window",
+}  # fmt: skip
 # Keys that are fine at one value only: the value for which the maths is the one implemented here.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -52,9 +42,9 @@ _RENAMED_MIXTRAL = {**_RENAMED, "intermediate_size": "moe_intermediate_size"}
 _MIXTRAL_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 4096 * 32}  # transformers'
 _FIELDS = {f.name: f for f in dataclasses.fields(ModelConfig)}
 _REQUIRED = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size",
-)
+)  # fmt: skip
 _MOE_REQUIRED = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -40,9 +41,9 @@ def load_params(
 
     Args:
         hf_dir: folder with ``model.safetensors``, or shards and ``model.safetensors.index.json``.
-        cfg: as ``read_config`` gives it; None reads it.
+        cfg: None: ``read_config`` reads it.
         dtype: of the result; stored values are cast.
-        shardings: ``param_shardings``: each device receives its own part only. None: the default device.
+        shardings: ``param_shardings``. None: the default device.
 
     Raises:
         FileNotFoundError: no folder, no weights, or a shard that the index names is missing.
@@ -59,27 +60,12 @@ def load_params(
     return unflatten({p.path: _load(checkpoint, p, where.get(p.path, default)) for p in table})
 
 
-def save_hf(
-    hf_dir: str | Path,
-    cfg: ModelConfig,
-    params: Params,
-    source: str | Path | None = None,
-) -> Path:
-    """Writes ``hf_dir``: hub-named shards, index, ``config.json``, ``generation_config.json`` and the tokenizer's
-    files.
+def save_hf(hf_dir: str | Path, cfg: ModelConfig, params: Params, source: str | Path | None = None) -> Path:
+    """Writes ``hf_dir``: hub-named shards, index, ``config.json``, ``generation_config.json``, and the other small
+    files (tokenizer, generation config, licence) of the folder ``source``.
 
     Values keep their dtype, so that loading gives back the same bits. The folder appears whole or not at all: it is
-    written beside its place and renamed.
-
-    Args:
-        hf_dir: must not exist, or be empty.
-        cfg: the model.
-        params: its parameters.
-        source: folder whose other small files (tokenizer, generation config, licence) are copied; None copies nothing.
-
-    Raises:
-        FileExistsError: ``hf_dir`` holds something.
-        ValueError: ``params`` do not fit ``cfg``.
+    written beside its place and renamed. ``FileExistsError`` where ``hf_dir`` holds something.
     """
     table = parameter_table(cfg, flatten(params)[("embed",)].dtype)
     _check_tree(table, params)
@@ -94,11 +80,7 @@ def write_folder(
     dtype: str,
     source: str | Path | None = None,
 ) -> Path:
-    """``save_hf`` of a stream of hub-named tensors, all of type ``dtype``: no model has to exist anywhere.
-
-    Raises:
-        FileExistsError: ``hf_dir`` holds something.
-    """
+    """``save_hf`` of a stream of hub-named tensors, all of type ``dtype``: no model has to exist anywhere."""
     target = Path(hf_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not empty: nothing is overwritten; choose another folder")
@@ -164,12 +146,10 @@ def _fill(
     return whole
 
 
-def _insert_rows(whole: jax.Array, piece: jax.Array, at: int) -> jax.Array:
+@functools.partial(jax.jit, donate_argnums=0)
+def _insert(whole: jax.Array, piece: jax.Array, at: int) -> jax.Array:
     flat = whole.reshape(-1, *piece.shape[1:])
     return jax.lax.dynamic_update_slice_in_dim(flat, piece, at, axis=0).reshape(whole.shape)
-
-
-_insert = jax.jit(_insert_rows, donate_argnums=0)
 
 
 def _to_hub(p: Parameter, value: np.ndarray) -> np.ndarray:

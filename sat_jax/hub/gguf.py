@@ -48,15 +48,10 @@ def import_gguf(file: str | Path, out: str | Path, dtype: str = "float32") -> Mo
     """Writes ``out``: weights, ``config.json``, ``generation_config.json``, ``tokenizer.json`` and
     ``tokenizer_config.json`` with the chat template, all from the one GGUF; returns the configuration.
 
-    Tensors are dequantised one at a time; memory holds one shard (at most 2 GiB).
-
-    Args:
-        file: the GGUF.
-        out: must not exist, or be empty.
-        dtype: ``float32`` keeps the quantised values to the bit; ``bfloat16`` rounds them.
+    Tensors are dequantised one at a time; memory holds one shard (at most 2 GiB). ``float32`` keeps the quantised
+    values to the bit.
 
     Raises:
-        FileNotFoundError: no such file.
         FileExistsError: ``out`` holds something.
         ValueError: the package ``gguf`` is missing; not a GGUF; an architecture, tokenizer or rotary scaling that is
             not implemented; tensors missing, left over, or of the wrong shape.
@@ -205,12 +200,12 @@ def _tokenizer_config(meta: Mapping[str, Any], cfg: ModelConfig) -> dict[str, An
         for name, key in ids.items()
         if f"tokenizer.ggml.{key}_token_id" in meta
     }
-    template = {"chat_template": meta["tokenizer.chat_template"]} if "tokenizer.chat_template" in meta else {}
+    if "tokenizer.chat_template" in meta:
+        special["chat_template"] = meta["tokenizer.chat_template"]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": cfg.max_position_embeddings,
         **special,
-        **template,
     }

@@ -65,10 +65,7 @@ class Checkpoint:
 
     def read(self, name: str, *where: slice) -> np.ndarray:
         """A tensor, or the part of it that ``where`` says, in its stored dtype; nothing else is brought into memory.
-
-        Raises:
-            ValueError: NaN or infinity in it.
-        """
+        ``ValueError`` where it holds NaN or infinity."""
         tensor: np.ndarray = self.unread(name)[where] if where else self._file(self.files[name]).get_tensor(name)
         if not np.isfinite(tensor).all():
             raise ValueError(
@@ -77,10 +74,8 @@ class Checkpoint:
         return tensor
 
     def part(self, p: Parameter, position: tuple[int, ...], span: tuple[tuple[int, int], ...]) -> np.ndarray:
-        """``span`` (first and last of every axis) of a parameter's one tensor, as it is stored here.
-
-        ``position``: layer and expert, as far as it is stacked over them, counted from the parameter's first.
-        """
+        """``span`` (first and last of every axis) of a parameter's one tensor, as it is stored here. ``position``:
+        layer and expert, as far as it is stacked over them, counted from the parameter's first."""
         sizes, axes = single_shape(p), hub_axes(p)
         # An axis of the hub runs over several of ours: cut along the first, the others are read whole and cut here.
         where, lengths = [], list(sizes)

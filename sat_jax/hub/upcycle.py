@@ -29,11 +29,7 @@ _KINDS: dict[str, ModelType] = {"qwen3": "qwen3_moe", "llama": "mixtral"}
 
 def upcycled_config(cfg: ModelConfig, experts: int, top_k: int) -> ModelConfig:
     """The mixture of ``experts`` copies of ``cfg``'s MLP, ``top_k`` of them for each token, in every layer.
-
-    Raises:
-        ValueError: ``cfg`` is a mixture already, or has biases that a Mixtral cannot hold; ``top_k`` is not in 1 ..
-            ``experts``.
-    """
+    ``ValueError`` where ``cfg`` is a mixture already, or has biases that a Mixtral cannot hold."""
     if cfg.model_type not in _KINDS:
         raise ValueError(f"model_type {cfg.model_type!r} is a mixture already: upcycle a dense Qwen3 or Llama")
     if not 1 <= top_k <= experts:
@@ -60,21 +56,11 @@ def upcycle(
     """Writes ``out``: the dense folder ``hf_dir`` as a mixture with the same logits; returns its configuration.
 
     Tensors are copied one at a time in their stored type, so memory holds one shard and never a model. Logits are equal
-    up to rounding.
+    up to rounding. Errors are those of ``read_config``, ``load_params``, ``save_hf`` and ``upcycled_config``.
 
-    Args:
-        hf_dir: dense Qwen3 or Llama; its tokenizer and other small files are copied.
-        out: must not exist, or be empty.
-        experts: E.
-        top_k: K.
-        router_std: standard deviation of the router's weights. Its input has a mean square of about 1, so router logits
-            have one of ``router_std * sqrt(hidden_size)``; 0 would tie all experts, which then receive the same
-            gradients for ever.
-        seed: of the router.
-
-    Raises:
-        FileNotFoundError, FileExistsError, ValueError: as ``read_config``, ``load_params``, ``save_hf`` and
-            ``upcycled_config``; ``router_std`` is not positive, ``seed`` is negative.
+    The router's weights have standard deviation ``router_std``. Its input has a mean square of about 1, so router
+    logits have one of ``router_std * sqrt(hidden_size)``; 0 would tie all experts, which then receive the same
+    gradients for ever.
     """
     if seed < 0:
         raise ValueError(f"seed = {seed}: must not be negative")

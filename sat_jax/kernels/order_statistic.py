@@ -19,11 +19,7 @@ NEVER = 0x7FFFFFFF
 
 @functools.partial(jax.jit, static_argnames=("axis_names", "interpret"))
 def order_statistic(
-    magnitudes: jax.Array,
-    mask: jax.Array,
-    rank: jax.Array,
-    axis_names: tuple[str, ...] = (),
-    interpret: Any = False,
+    magnitudes: jax.Array, mask: jax.Array, rank: jax.Array, axis_names: tuple[str, ...] = (), interpret: Any = False
 ) -> jax.Array:
     """The ``rank``-th smallest of the active magnitudes; same signature and bits as the reference for a boolean mask.
 

@@ -17,16 +17,10 @@ _SMALLEST_PART = 64
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-    """Attention to keys that are there already; differentiable by JAX itself.
+    """Attention to keys that are there already, ``[B, T, H, h]``; differentiable by JAX itself.
 
-    Args:
-        q: ``[B, T, H, h]``.
-        k: ``[B, KV, S, h]``: heads before positions, the layout in which a cache is read without a copy.
-        v: like ``k``.
-        visible: bool ``[B, T, S]``.
-
-    Returns:
-        ``[B, T, H, h]``; meaningless where nothing is visible.
+    ``q`` is ``[B, T, H, h]``; ``k`` and ``v`` are ``[B, KV, S, h]``: heads before positions, the layout in which a
+    cache is read without a copy; ``visible`` is bool ``[B, T, S]``. Meaningless where nothing is visible.
     """
     grouped = _split_heads(q, k.shape[1])
     weights = jax.nn.softmax(_scores(grouped, k.swapaxes(2, 3), visible), axis=-1).astype(v.dtype)
@@ -42,12 +36,7 @@ def self_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Ar
     memory grows with ``B * H * block * T``. The gradient makes the scores again from the saved log-sum-exp of
     each row (FlashAttention-2, arXiv:2307.08691, Algorithm 2); of size ``T * T`` nothing is kept.
 
-    Args:
-        q: ``[B, T, H, h]``.
-        k: ``[B, T, KV, h]``.
-        v: like ``k``.
-        segment_ids: int32 ``[B, T]``; a token sees those of its own segment, itself included.
-        block: queries at a time.
+    ``q`` is ``[B, T, H, h]``, ``k`` and ``v`` are ``[B, T, KV, h]``, ``segment_ids`` int32 ``[B, T]``.
     """
     return _forward(q, k, v, segment_ids, block)[0]
 

@@ -65,7 +65,6 @@ def token_log_probs(
     token of a segment gets the log-prob under the segment before it: mask it, as ``Batch.loss_mask`` does.
 
     Args:
-        params, cfg: the policy.
         hidden: ``[B, T, D]``, after the final norm.
         tokens: int ``[B, T]``.
         temperature: what the sampler divided its logits by (eq. (1) compares the two policies at the same temperature);
@@ -78,9 +77,6 @@ def token_log_probs(
             gradient and cost nothing, whatever their hidden states hold. None: all of them.
         support: int ``[B, T, S]``, aligned with ``tokens``: where it names tokens, all other logits are -inf, eq. (50);
             where it is ``NO_TOKEN`` throughout, the whole vocabulary counts. None: everywhere.
-
-    Raises:
-        ValueError: a temperature below ``MIN_TEMPERATURE``; rows that the mesh of ``placement`` does not divide.
     """
     if isinstance(temperature, int | float) and not temperature >= MIN_TEMPERATURE:
         raise ValueError(

@@ -37,12 +37,8 @@ def load_balancing_loss(
 
     ``f_e`` is the mean number of assignments to expert ``e`` and ``P_e`` its mean probability, both over tokens and
     layers together (transformers' ``load_balancing_loss_func``; Switch Transformer, arXiv:2101.03961, (4)-(6)). No
-    gradient flows through ``f``.
-
-    Args:
-        router: statistics of a (micro-)batch.
-        load: ``[L, E]`` of the whole batch, and
-        tokens: its token count: with both, the losses of micro-batches add up exactly to the loss of the whole batch.
+    gradient flows through ``f``. With ``load [L, E]`` and ``tokens`` of the whole batch, the losses of micro-batches
+    add up exactly to the loss of the whole batch.
     """
     load = jax.lax.stop_gradient(router.load if load is None else load)
     total = jnp.maximum(router.tokens if tokens is None else tokens, 1) * load.shape[0]
@@ -50,10 +46,8 @@ def load_balancing_loss(
 
 
 def router_z_loss(router: RouterOutput, tokens: jax.Array | None = None) -> jax.Array:
-    """``mean(logsumexp(logits)**2)`` over tokens and layers: scalar (ST-MoE, arXiv:2202.08906, (5)).
-
-    ``tokens``: the count of the whole batch, where ``router`` is a micro-batch of it.
-    """
+    """``mean(logsumexp(logits)**2)`` over tokens and layers: scalar (ST-MoE, arXiv:2202.08906, (5)). ``tokens``: the
+    count of the whole batch, where ``router`` is a micro-batch of it."""
     total = jnp.maximum(router.tokens if tokens is None else tokens, 1) * router.log_z_squared.shape[0]
     return router.log_z_squared.sum() / total
 
@@ -67,12 +61,9 @@ def route(
     replayed, the weights come from the *current* logits, ``g_e = I_e exp(z_e) / sum_e' I_e' exp(z_e')``, and gradients
     reach the router through ``z``. With ``normalize`` False the weights are the full softmax gathered at the experts.
 
-    Args:
-        logits: float32 ``[..., E]``.
-        k, normalize: ``num_experts_per_tok`` and ``norm_topk_prob``.
-        recorded: int32 ``[..., k]`` with ``NATIVE_ROUTE`` rows where there is no record, or None. Rows are complete:
-            that is checked on the host by ``data.records.check_routes``, since a gather clamps or wraps a wrong index
-            silently.
+    ``logits`` are float32 ``[..., E]``; ``recorded`` is int32 ``[..., k]`` with ``NATIVE_ROUTE`` rows where there is no
+    record, or None. Rows are complete: that is checked on the host by ``data.records.check_routes``, since a gather
+    clamps or wraps a wrong index silently.
 
     Returns:
         indices int32 ``[..., k]``, weights float32 ``[..., k]``, and bool ``[...]`` twice: recorded, and recorded with

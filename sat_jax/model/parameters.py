@@ -130,12 +130,8 @@ def init_params(
 
     Each array has a stream of its own, seeded with the key and the parameter's name: adding a parameter changes no
     other, and the values depend neither on the sharding nor on the device. They are drawn on the host, one array at a
-    time, for compiling a random generator for every shape would take longer than making a small model.
-
-    Args:
-        key: a concrete PRNG key.
-        cfg, dtype: the model, and the type of every array.
-        shardings: tree of ``jax.sharding.Sharding`` (``param_shardings``). None: the default device.
+    time, for compiling a random generator for every shape would take longer than making a small model: the key has to
+    be concrete. ``shardings`` are those of ``param_shardings``; None: the default device.
     """
     seed = [int(word) for word in np.asarray(jax.random.key_data(key)).ravel()]
     where = flatten(shardings or {})

@@ -92,11 +92,7 @@ def check_mesh(cfg: ModelConfig, mesh: Mesh) -> None:
 
 
 def param_shardings(cfg: ModelConfig, mesh: Mesh, rules: tuple[tuple[str, tuple[str, ...]], ...] = RULES) -> Params:
-    """A tree of ``NamedSharding``, one a parameter, by ``rules``.
-
-    Raises:
-        ValueError: a mesh axis does not divide a dimension (both are named).
-    """
+    """A tree of ``NamedSharding``, one a parameter, by ``rules``; errors are those of ``check_mesh``."""
     check_mesh(cfg, mesh)
     placement = Placement(mesh, rules)
     return unflatten({p.path: placement.sharding(p.axes) for p in parameter_table(cfg)})

@@ -68,7 +68,6 @@ def forward(
     """Hidden states of whole sequences, causal within each segment.
 
     Args:
-        params: as ``init_params`` or ``load_params`` give them.
         tokens: int32 ``[B, T]``.
         segment_ids: int32 ``[B, T]``; 0 is padding, on any side; other values are the sequences of a packed row. None:
             every token is one sequence's.
@@ -128,11 +127,7 @@ def init_cache(
     placement: Placement | None = None,
     per_layer: bool = False,
 ) -> KVCache:
-    """An empty cache of exactly ``cache_bytes`` bytes; ``per_layer`` for parameters from ``split_layers``.
-
-    Raises:
-        ValueError: a context longer than the model's.
-    """
+    """An empty cache of exactly ``cache_bytes`` bytes; ``per_layer`` for parameters from ``split_layers``."""
     if max_len > cfg.max_position_embeddings:
         raise ValueError(
             f"max_len = {max_len} exceeds the model's max_position_embeddings = {cfg.max_position_embeddings}: "
@@ -182,8 +177,7 @@ def extend(
     before are overwritten or invisible, so a slot is reused by starting at 0.
 
     Args:
-        params: the policy's, as they are or from ``split_layers``.
-        cache: of S slots.
+        params: as they are, or from ``split_layers``.
         tokens: int32 ``[R, C]``.
         start: int32 ``[R]``.
         n_valid: int32 ``[R]``, 0 .. C; ``start + n_valid <= M`` is the caller's to keep.

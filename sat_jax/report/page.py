@@ -34,9 +34,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     """Read run folders and write their page; an existing page of ours is replaced whole, or not at all.
 
     ``out`` is the file to write, or an existing folder that gets ``report.html``. Returns the file written.
-
-    Raises:
-        ValueError: no run was given, a folder is no run, or ``out`` is a file that no report wrote.
+    ``ValueError`` where ``out`` is a file that no report wrote.
     """
     out = out / "report.html" if out.is_dir() else out
     if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:500]:

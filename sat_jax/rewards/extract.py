@@ -16,7 +16,6 @@ import re
 from typing import Literal, get_args
 
 Policy = Literal["boxed", "marked", "number"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _MARKS = (re.compile("####"), re.compile(r"\banswer(?:\s+is|\s*[=:])", re.IGNORECASE))
@@ -26,13 +25,9 @@ _LONGEST_LINE = 500
 
 
 def extract_answer(response: str, policy: Policy = "marked") -> str | None:
-    """The final answer as it is written in ``response``, or None where the policy finds none.
-
-    Raises:
-        ValueError: an unknown policy.
-    """
-    if policy not in POLICIES:
-        raise ValueError(f"policy = {policy!r}: choose one of {', '.join(POLICIES)}")
+    """The final answer as it is written in ``response``, or None where the policy finds none."""
+    if policy not in get_args(Policy):
+        raise ValueError(f"policy = {policy!r}: choose one of {', '.join(get_args(Policy))}")
     text = response.rpartition("</think>")[2].rstrip()
     while special := _SPECIAL.search(text, max(0, len(text) - 40)):
         text = text[: special.start()].rstrip()

@@ -56,12 +56,7 @@ RewardFunction = Callable[[GradeJob], Grade]
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """Import ``module:function`` or ``file.py:function`` and adapt it.
-
-    Raises:
-        ValueError: the spec is malformed, the module cannot be imported, or has no such function, or that takes other
-            parameters.
-    """
+    """Import ``module:function`` or ``file.py:function`` and adapt it; ``ValueError`` where that cannot be."""
     try:
         function = load_object(spec, "reward")
     except Exception as error:  # a module may fail to import in any way
@@ -74,11 +69,7 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 def adapt_reward(function: Callable[..., Any]) -> RewardFunction:
-    """A reward function of either signature as a function from ``GradeJob`` to ``Grade``.
-
-    Raises:
-        ValueError: neither signature fits.
-    """
+    """A reward function of either signature as a function from ``GradeJob`` to ``Grade``."""
     name = getattr(function, "__qualname__", repr(function))
     parameters = inspect.signature(function).parameters
     required = {
@@ -102,12 +93,8 @@ def adapt_reward(function: Callable[..., Any]) -> RewardFunction:
 
 
 def to_grade(value: Any) -> Grade:
-    """What a reward function returned, as a ``Grade``: a number, or a mapping with ``reward`` (verl: ``score``).
-
-    Raises:
-        TypeError: neither a number nor such a mapping.
-        ValueError: the number is not finite.
-    """
+    """What a reward function returned, as a ``Grade``: a finite number, or a mapping with ``reward`` (verl: ``score``).
+    Anything else is a ``TypeError`` or ``ValueError``."""
     info: dict[str, Any] = {}
     if isinstance(value, Mapping):
         info = {str(k): v for k, v in value.items()}

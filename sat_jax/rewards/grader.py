@@ -47,29 +47,17 @@ class Grader:
         workers: processes; 0 grades in the caller's thread without any protection: for cheap, trusted functions only.
         timeout_s: seconds that one grading may take before its worker is killed and the grade is a ``timeout``.
         memory_mb: address space of a worker in MiB, or 0 for no limit; a grading that exceeds it fails.
-
-    Attributes:
-        counts: how many grades there were of each verdict.
-        restarts: how many workers had to be replaced.
-
-    Raises:
-        ValueError: a reward that cannot be loaded, a negative number of workers, a time limit that is not positive.
     """
 
     def __init__(
-        self,
-        reward: str | Callable[..., Any],
-        *,
-        workers: int = 2,
-        timeout_s: float = 10.0,
-        memory_mb: int = 4096,
+        self, reward: str | Callable[..., Any], *, workers: int = 2, timeout_s: float = 10.0, memory_mb: int = 4096
     ) -> None:
         if workers < 0:
             raise ValueError(f"workers = {workers}: use 0 to grade in this process, or at least 1")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s = {timeout_s}: a grading needs a positive time limit in seconds")
-        self.counts: Counter[str] = Counter()
-        self.restarts = 0
+        self.counts: Counter[str] = Counter()  # grades of each verdict
+        self.restarts = 0  # workers that had to be replaced
         self._timeout_s = timeout_s
         self._pending: deque[_Entry] = deque()
         self._change = threading.Condition()
@@ -98,10 +86,8 @@ class Grader:
     def submit(self, job: GradeJob) -> Future[Grade]:
         """Grade one response in the background (at once with ``workers=0``).
 
-        An exception of the reward function is a grade of verdict ``error``, never an exception of the future.
-
-        Raises:
-            ValueError: the grader is closed, or the job's metadata cannot be pickled.
+        An exception of the reward function is a grade of verdict ``error``, never an exception of the future. A job
+        whose metadata cannot be pickled is a ``ValueError``.
         """
         future: Future[Grade] = Future()
         payload = b"" if self._function is not None else _pickled(job)
@@ -131,12 +117,7 @@ class Grader:
 
     def close(self) -> None:
         """Kill the workers; what was not graded is cancelled. Closing twice does nothing."""
-        with self._change:
-            self._closed = True
-            waiting = [future for _, future in self._pending]
-            self._pending.clear()
-            self._change.notify_all()
-        for future in waiting:
+        for future in self._no_more():
             future.cancel()
         self._kill_workers()
         for thread in self._threads:
@@ -228,13 +209,17 @@ class Grader:
 
     def _give_up(self, error: Exception) -> None:
         """No worker can be had: nothing that waits will ever be graded, so say that instead of hanging."""
+        for future in self._no_more():
+            future.set_exception(error)
+
+    def _no_more(self) -> list[Future[Grade]]:
+        """Closes the grader; returns the futures of all jobs that no worker has taken."""
         with self._change:
             self._closed = True
             waiting = [future for _, future in self._pending]
             self._pending.clear()
             self._change.notify_all()
-        for future in waiting:
-            future.set_exception(error)
+        return waiting
 
 
 class _Worker:

@@ -23,13 +23,8 @@ class Verification:
 
 
 def verify(response: str, answer: str, policy: Policy = "marked") -> Verification:
-    """Compare a response's final answer with the reference.
-
-    Args:
-        response: the decoded response.
-        answer: the reference: a bare answer, or a text that boxes it or marks it with ``####``.
-        policy: where a final answer may stand.
-    """
+    """Compare a response's final answer with ``answer``: a bare one, or a text that boxes it or marks it with
+    ``####``."""
     parsed = extract_answer(response, policy)
     if parsed is None:
         return Verification("unparsed", None)

@@ -16,9 +16,6 @@ def score(prompt: str, response: str, answer: str, metadata: Mapping[str, Any]) 
     """The task's own score, 0 to 1; ``correct`` where it is full.
 
     The answer is what the last ``<answer>`` tags enclose, else what a box or "answer is" marks, else all of it.
-
-    Raises:
-        ValueError: the prompt does not come from reasoning-gym, or that package is not installed.
     """
     entry = metadata.get("metadata", {})
     if "source_dataset" not in entry:

@@ -34,9 +34,6 @@ class SamplingParams(Checked, section="sampling"):
         stop: a response ends with the first token that completes one of these strings. The tokens stay in the response,
             the string and what follows it are cut from its text.
         ignore_eos: go on after an end-of-sequence token, for benchmarks and golden runs of a fixed length.
-
-    Raises:
-        ValueError: a value outside its range.
     """
 
     temperature: NonNegative = 1.0
@@ -63,21 +60,14 @@ class SamplingParams(Checked, section="sampling"):
 
 @dataclasses.dataclass(frozen=True)
 class Request(Checked, section="request"):
-    """One response wanted.
+    """One response wanted."""
 
-    Attributes:
-        request_id: unique among the requests in flight; comes back on the trajectory.
-        prompt: what is answered.
-        sample_index: 0 .. G-1 within its group; comes back on the trajectory.
-        params: how to sample.
-        seed: one request with one seed gives the same tokens whatever else is in the batch. Greedy decoding ignores it.
-    """
-
-    request_id: str
+    request_id: str  # unique among the requests in flight; comes back on the trajectory
     prompt: Prompt
-    sample_index: Natural
+    sample_index: Natural  # 0 .. G-1 within its group; comes back on the trajectory
     params: SamplingParams
     seed: Annotated[int, Range(0, MAX_SEED)]
+    """One request with one seed gives the same tokens whatever else is in the batch. Greedy decoding ignores it."""
 
 
 class Engine(Protocol):

@@ -44,27 +44,16 @@ _ENDS = {"trained", "stale", "filtered", "failed"}
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One line of the file.
-
-    Attributes:
-        group_id: the group.
-        prompt_id: its problem.
-        state: what it has become.
-        version: the policy version concerned: the published one at issue, that of the oldest token afterwards.
-        step: the learner step known then.
-        time: Unix seconds.
-        position: the group's place in the prompt stream.
-        note: the reason, where there is one.
-    """
+    """One line of the file: what a group has become."""
 
     group_id: str
     prompt_id: str
     state: State
-    version: int
-    step: int
-    time: float
-    position: int = -1
-    note: str = ""
+    version: int  # the published one at issue, that of the oldest token afterwards
+    step: int  # of the learner, as far as known then
+    time: float  # Unix seconds
+    position: int = -1  # place in the prompt stream
+    note: str = ""  # the reason, where there is one
 
 
 class Ledger:
@@ -95,14 +84,10 @@ class Ledger:
 
 
 def read_ledger(path: str | Path) -> list[Entry]:
-    """All entries in file order. A last line without its newline was torn by a crash and is left out.
-
-    Raises:
-        ValueError: a malformed line or an unknown state, with the line number.
-    """
+    """All entries in file order. A last line without its newline was torn by a crash and is left out; any other that is
+    malformed is a ``ValueError``."""
     entries = []
-    text = Path(path).read_text(encoding="utf-8")
-    lines = text.split("\n")[:-1]
+    lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
     for number, line in enumerate(lines, 1):
         try:
             entry = Entry(**json.loads(line))
@@ -118,19 +103,12 @@ def read_ledger(path: str | Path) -> list[Entry]:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """Where every group ended.
+    """Where every group ended; the tuples are group ids."""
 
-    Attributes:
-        ends: how many groups are in which last state.
-        unfinished: ids whose last state is ``issued`` or ``generated``: lost, unless the run is still going.
-        doubled: ids that ended twice, or were issued twice, without being requeued in between.
-        misordered: ids with any other forbidden change of state, such as trained without having been generated.
-    """
-
-    ends: dict[str, int]
-    unfinished: tuple[str, ...]
-    doubled: tuple[str, ...]
-    misordered: tuple[str, ...]
+    ends: dict[str, int]  # how many groups are in which last state
+    unfinished: tuple[str, ...]  # last state ``issued`` or ``generated``: lost, unless the run is still going
+    doubled: tuple[str, ...]  # ended twice, or issued twice, without being requeued in between
+    misordered: tuple[str, ...]  # any other forbidden change of state, such as trained without having been generated
 
     @property
     def clean(self) -> bool:

@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
-import numpy as np
-
 from sat_jax.rollout.ledger import Entry, GroupName, Ledger, State
 from sat_jax.types import Group, Prompt
 
@@ -33,29 +31,24 @@ class QueueStopped(RuntimeError):  # noqa: N818 - an event, not a fault: somebod
 
 
 class Ticket(Protocol):
-    """A prompt at its place in the prompt stream, as the stream hands it out.
-
-    ``position`` orders groups for the learner and stays, however often the group is generated.
-    """
+    """A prompt at its place in the prompt stream, as the stream hands it out."""
 
     @property
     def position(self) -> int:
-        """Place in the stream."""
+        """Orders groups for the learner and stays, however often the group is generated."""
 
     @property
     def group_id(self) -> str:
         """Unique within a run."""
 
     @property
-    def prompt(self) -> Prompt:
-        """The problem."""
+    def prompt(self) -> Prompt: ...
 
 
 class GroupQueue:
     """Thread-safe, one producer (``issue``, ``put``, ``filter``, ``fail``) and one consumer (``take``, ``trained``).
 
     Args:
-        groups_per_batch: groups of one batch.
         max_staleness: a group is too old when, at its own update, ``version - oldest token's version`` exceeds this.
         updates_per_batch: U: so many updates a batch is split into, whole groups to one update; divides the groups.
         on_stale: ``drop`` ends such a group, ``requeue`` has it generated again, before new prompts.
@@ -63,12 +56,8 @@ class GroupQueue:
         last_step: the learner version at which the run ends: no group is started that only a later step could train on.
             None: the run has no end.
         group_timeout: seconds after which a group in flight fails the run by name, in ``take``; None waits for ever.
-        ledger: where changes of state are written.
         version: the learner version at the start. The staleness budget counts from here, so a resumed run gets the room
             of ``max_staleness + 1`` batches and not that of every version since 0.
-
-    Raises:
-        ValueError: non-positive sizes, an unknown policy, a queue smaller than one batch.
     """
 
     def __init__(
@@ -142,10 +131,7 @@ class GroupQueue:
 
     def issue(self, stream: Iterator[Ticket]) -> Ticket | None:
         """The next group to generate: requeued ones first, then the next of ``stream``; None where both have ended.
-
-        Raises:
-            RuntimeError: there is no room; ask ``wait_for_room`` first.
-        """
+        ``RuntimeError`` where there is no room: ask ``wait_for_room`` first."""
         with self._changed:
             if self._exhausted and not self._requeued:
                 return None
@@ -164,11 +150,8 @@ class GroupQueue:
             return ticket
 
     def put(self, group: Group) -> None:
-        """A finished, graded group. Never blocks: its room was reserved when it was issued.
-
-        Raises:
-            ValueError: a group that is not in flight (never issued, put twice, failed meanwhile).
-        """
+        """A finished, graded group. Never blocks: its room was reserved when it was issued. ``ValueError`` where it is
+        not in flight (never issued, put twice, failed meanwhile)."""
         with self._changed:
             ticket = self._leave_running(group.group_id)
             bisect.insort(self._ready, (ticket, group), key=_position)
@@ -185,11 +168,7 @@ class GroupQueue:
         self._end_running(group_id, "failed", note)
 
     def set_version(self, version: int) -> None:
-        """The engine has been given the weights of ``version``; room opens up.
-
-        Raises:
-            ValueError: versions never go back.
-        """
+        """The engine has been given the weights of ``version``, which never goes back; room opens up."""
         with self._changed:
             if version < self._version:
                 raise ValueError(
@@ -237,11 +216,8 @@ class GroupQueue:
             return [group for _, group in taken]
 
     def trained(self, groups: Sequence[Group], step: int) -> None:
-        """The learner has applied its update on ``groups``; ``step`` is its version after it.
-
-        Raises:
-            ValueError: a group that was not taken, or is reported twice.
-        """
+        """The learner has applied its update on ``groups``, each taken and reported once; ``step`` is its version after
+        it."""
         with self._changed:
             self._step = step
             for group in groups:
@@ -277,17 +253,13 @@ class GroupQueue:
     # ------------------------------------------------------------------ checkpoints and metrics
 
     def snapshot(self) -> tuple[dict[str, Any], list[Group]]:
-        """What a checkpoint has to keep: a JSON-ready state, and the finished groups that nobody has trained on.
-
-        The state holds ``cursor`` (the stream position to go on from), ``in_flight`` (positions to be generated again),
-        ``held`` (positions of the returned groups, in the same order) and ``counts``.
-        """
+        """What a checkpoint has to keep: a JSON-ready state, and the finished groups that nobody has trained on."""
         with self._changed:
             held = sorted((*self._ready, *self._taken.values()), key=_position)
             state = {
-                "cursor": self._cursor,
-                "in_flight": [t.position for t in self._in_flight()],
-                "held": [ticket.position for ticket, _ in held],
+                "cursor": self._cursor,  # the stream position to go on from
+                "in_flight": [t.position for t in self._in_flight()],  # to be generated again
+                "held": [ticket.position for ticket, _ in held],  # of the returned groups, in the same order
                 "counts": dict(self._counts),
             }
             return state, [group for _, group in held]
@@ -299,18 +271,11 @@ class GroupQueue:
         ticket_at: Callable[[int], Ticket],
         history: Iterable[Entry] = (),
     ) -> None:
-        """Takes up where ``snapshot`` was made. The caller sets its stream to ``state["cursor"]``.
+        """Takes up, in a fresh queue, where ``snapshot`` was made. The caller sets its stream to ``state["cursor"]``.
 
-        Args:
-            state: the state of the snapshot.
-            groups: its groups: they are handed out first, as they were sampled.
-            ticket_at: the stream's ticket at a position; those in flight are issued again before the stream goes on.
-            history: the run's ledger so far. Groups that were issued or trained after the snapshot are marked
-                ``requeued``, for it will happen again.
-
-        Raises:
-            RuntimeError: the queue has been used.
-            ValueError: groups that do not belong to the state.
+        The snapshot's groups are handed out first, as they were sampled; those in flight are issued again before the
+        stream, whose tickets ``ticket_at`` gives, goes on. Groups that were issued or trained after the snapshot, by
+        the run's ledger in ``history``, are marked ``requeued``, for it will happen again.
         """
         with self._changed:
             if self._cursor or self._ready or self._requeued:
@@ -423,12 +388,6 @@ class GroupQueue:
     def _record(self, tickets: Sequence[Ticket], state: State, version: int, note: str = "") -> None:
         self._counts[state] += len(tickets)
         self._ledger.write(map(_name, tickets), state, version, self._step, note)
-
-
-def token_staleness(groups: Iterable[Group], version: int) -> np.ndarray:
-    """int32 [tokens]: ``version - policy_version`` of every response token in ``groups``."""
-    versions = [t.policy_versions for group in groups for t in group.trajectories]
-    return version - np.concatenate([np.zeros(0, np.int32), *versions]).astype(np.int32)
 
 
 def _position(item: tuple[Ticket, Group]) -> int:

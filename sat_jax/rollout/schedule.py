@@ -46,15 +46,8 @@ class Schedule(Checked, section="rollout.schedule"):
             )
 
     def source(self, batch: int, start: int = 0) -> int:
-        """The batch at whose start the weights are taken that sample ``batch``.
-
-        Args:
-            batch: number of the batch.
-            start: the batch with which the run starts, or is resumed: older weights are not available.
-
-        Raises:
-            ValueError: free-running schedules do not fix it; a batch before the start.
-        """
+        """The batch at whose start the weights are taken that sample ``batch``. The run starts, or is resumed, with
+        ``start``: older weights are not available. ``ValueError`` for free-running schedules, which do not fix it."""
         if self.free_running:
             raise ValueError("a free-running schedule does not fix versions; read them from the tokens")
         if batch < start:
@@ -74,18 +67,8 @@ class Schedule(Checked, section="rollout.schedule"):
     def check(
         self, max_staleness: int, groups_per_batch: int, queue_groups: int | None = None, updates_per_batch: int = 1
     ) -> None:
-        """Refuses settings that could not run.
-
-        Args:
-            max_staleness: the bound on the lag, in versions.
-            groups_per_batch: groups of one batch.
-            queue_groups: most groups that may wait or be in flight; None where only ``max_staleness`` bounds them.
-            updates_per_batch: U.
-
-        Raises:
-            ValueError: settings under which engine and learner would wait for each other for ever, or under which every
-                batch would be thrown away as stale.
-        """
+        """``ValueError`` for settings under which engine and learner would wait for each other for ever, or under which
+        every batch would be thrown away as stale. The arguments are those of ``GroupQueue``."""
         # The last of a batch's updates is U - 1 versions later than its first.
         oldest = (self.max_lag + 1) * updates_per_batch - 1
         if oldest > max_staleness:

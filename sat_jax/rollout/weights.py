@@ -26,11 +26,7 @@ class WeightStore:
         self._closed = False
 
     def publish(self, params: Any, version: int) -> None:
-        """Keeps a copy of ``params`` as ``version``.
-
-        Raises:
-            ValueError: a version that is not newer than those published before.
-        """
+        """Keeps a copy of ``params`` as ``version``, which has to be newer than those published before."""
         copies = copy_params(params)
         with self._changed:
             if self._waiting and version <= max(self._waiting):

@@ -35,16 +35,9 @@ class RolloutWorker:
     Free-running, groups are issued whenever the queue has room, and weights reach the engine as soon as they are
     published, in the middle of responses.
 
-    Args:
-        engine: samples. It holds its first weights and their version, with which the run starts or is resumed.
-        queue: takes the groups.
-        stream: tickets, in the order in which groups are issued.
-        grade: see ``Grade``.
-        group_size: responses to a prompt, G.
-        params: how to sample.
-        schedule: the regime.
-        updates_per_batch: versions from one batch to the next.
-        seed: the run's seed; each response gets one of its own from it, its group and its index.
+    The engine holds its first weights and their version, with which the run starts or is resumed. ``updates_per_batch``
+    versions lie between one batch and the next. Each response gets a seed of its own, from the run's ``seed``, its
+    group and its index.
     """
 
     def __init__(
@@ -90,11 +83,7 @@ class RolloutWorker:
 
     def publish(self, params: Any, version: int) -> bool:
         """The learner has reached ``version``, the end of a batch. Weights that the schedule broadcasts are copied
-        before this returns; True where it did.
-
-        Raises:
-            ValueError: a version older than the last one, or in the middle of a batch.
-        """
+        before this returns; True where it did."""
         if version % self._updates:
             raise ValueError(f"version {version} lies within a batch of {self._updates} updates: publish at its end")
         if version < self._published:

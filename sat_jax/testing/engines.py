@@ -87,7 +87,6 @@ def check_engine(
 
     Raises:
         AssertionError: the first rule that is broken, and what was seen.
-        ValueError: fewer than two different prompts.
     """
     if len({prompt.token_ids.tobytes() for prompt in prompts}) < 2:
         raise ValueError(f"prompts: {len(prompts)} given, two that differ are needed; add one")

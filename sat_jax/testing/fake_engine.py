@@ -36,8 +36,6 @@ class FakeEngine:
         support: size of made-up supports; 0: none are reported.
         on_round: called with the round's number before each round; may update weights, abort, raise.
         lose: requests it says True to are swallowed and never come back.
-        decode: text of response ids.
-        version: of the first weights.
     """
 
     eos_id = 1
@@ -88,11 +86,7 @@ class FakeEngine:
         self.closed = True
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[Trajectory]:
-        """One trajectory a request, as they finish.
-
-        Raises:
-            ValueError: an empty prompt; prompt and budget beyond ``max_len``.
-        """
+        """One trajectory a request, as they finish."""
         source, more = iter(requests), True
         flying: list[_Flight] = []
         with self._lock:

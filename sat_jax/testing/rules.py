@@ -39,17 +39,11 @@ _KINDS = (Surrogate, Radius, Mask, Weight, Penalty)
 
 
 def check_rule(rule: Rule, loss: LossConfig | None = None) -> None:
-    """The conformance suite for one rule.
+    """The conformance suite for one rule: ``AssertionError`` says what fails.
 
-    Args:
-        rule: the rule, with any settings.
-        loss: a loss that it stands in; by default the plainest one: itself where it is a surrogate, else on PPO (a
-            penalty: on the unclipped surrogate).
-
-    Raises:
-        AssertionError: what fails. A rule must say where it comes from and what it does, be hashable and survive JSON,
-            keep its settings in annotated fields; its loss must pass ``check_loss``.
-        ValueError: the loss refuses the rule.
+    A rule must say where it comes from and what it does, be hashable and survive JSON, keep its settings in annotated
+    fields; its loss must pass ``check_loss``. ``loss`` is one that it stands in; by default the plainest one: itself
+    where it is a surrogate, else on PPO (a penalty: on the unclipped surrogate).
     """
     _must(
         isinstance(rule, _KINDS), rule, "is none of the five kinds: subclass Surrogate, Radius, Mask, Weight, Penalty"
@@ -73,11 +67,8 @@ def around(rule: Rule) -> LossConfig:
 
 
 def check_loss(config: LossConfig) -> None:
-    """The conformance suite for a loss: the properties in ``PROPERTIES``, one after the other.
-
-    Raises:
-        AssertionError: which property fails, and where.
-    """
+    """The conformance suite for a loss: the properties in ``PROPERTIES``, one after the other. ``AssertionError`` says
+    which one fails, and where."""
     for check in PROPERTIES:
         try:
             check(config)

@@ -6,7 +6,8 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, get_args
+from concurrent.futures import Future
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from sat_jax.data.batching import make_batch
 from sat_jax.data.records import Routes, Support
 from sat_jax.rollout.engine import Engine, Request, SamplingParams
 from sat_jax.types import FinishReason, Group, Prompt, Trajectory
+
+T = TypeVar("T")
 
 ROUNDING = 1e-4
 """How far above 0 an engine's rounding may put a log-prob, in nats."""
@@ -43,31 +46,15 @@ class EngineSuite:
     timeout_s: float
 
     def within_time(self, scenario: Callable[[EngineSuite, Engine], str | None], engine: Engine) -> None:
-        """Tries one rule, in a thread of its own: an engine that hangs breaks it.
-
-        Raises:
-            BrokenRuleError: the scenario says what is wrong, raises, or does not end.
-        """
+        """Tries one rule, in a thread of its own: an engine that hangs breaks it."""
         rule = _name(scenario)
-        outcome: list[str | BaseException | None] = []
-
-        def body() -> None:
-            try:
-                outcome.append(scenario(self, engine))
-            except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
-                outcome.append(error)
-
-        thread = threading.Thread(target=body, name=f"check_engine {rule}", daemon=True)
-        thread.start()
-        thread.join(self.timeout_s)
-        if not outcome:
+        outcome = _in_thread(rule, lambda: scenario(self, engine), self.timeout_s)
+        if not outcome.done():
             raise BrokenRuleError(rule, f"no end after {self.timeout_s:g} s: the engine hangs, or timeout_s is short")
-        (found,) = outcome
-        if isinstance(found, BrokenRuleError):
-            raise found
-        if isinstance(found, BaseException):
-            raise BrokenRuleError(rule, f"{type(found).__name__}: {found}") from found
-        if found is not None:
+        error = outcome.exception()
+        if error is not None and not isinstance(error, BrokenRuleError):
+            raise BrokenRuleError(rule, f"{type(error).__name__}: {error}") from error
+        if (found := outcome.result()) is not None:
             raise BrokenRuleError(rule, found)
 
     def requests(self, n: int, prompts: Sequence[Prompt] = (), **params: Any) -> list[Request]:
@@ -146,22 +133,10 @@ class WatchedCall:
 
     def elsewhere(self, what: str, call: Callable[[], object]) -> None:
         """What a learner does in its own thread while the engine waits for a request."""
-        outcome: list[BaseException | None] = []
-
-        def body() -> None:
-            try:
-                call()
-                outcome.append(None)
-            except BaseException as error:  # noqa: BLE001 - raised below
-                outcome.append(error)
-
-        thread = threading.Thread(target=body, name=f"check_engine {what}", daemon=True)
-        thread.start()
-        thread.join(self.suite.timeout_s / 2)
-        if not outcome:
+        outcome = _in_thread(what, call, self.suite.timeout_s / 2)
+        if not outcome.done():
             raise BrokenRuleError("blocked", f"{what} waits while a request is being pulled: so would the learner")
-        if outcome[0] is not None:
-            raise outcome[0]
+        outcome.result()
 
     def _watched(self, items: Iterable[Request | None]) -> Iterator[Request | None]:
         for item in items:
@@ -175,6 +150,22 @@ class WatchedCall:
 def shown(t: Trajectory) -> str:
     """A trajectory in a sentence."""
     return f"{t.request_id}: tokens {np.asarray(t.response_ids).tolist()}, {t.finish_reason!r}, text {t.text!r}"
+
+
+def _in_thread(name: str, call: Callable[[], T], timeout_s: float) -> Future[T]:
+    """What ``call`` gives or raises in a thread of its own; not ``done`` where that takes longer than ``timeout_s``."""
+    outcome: Future[T] = Future()
+
+    def body() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=body, name=f"check_engine {name}", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return outcome
 
 
 def _name(check: Callable[..., Any]) -> str:

@@ -20,18 +20,14 @@ Grade = Callable[[Sequence[Prompt], Sequence[Trajectory]], Sequence[Trajectory]]
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The learner version ``step``, evaluated with ``k`` samples per problem.
-
-    ``total`` holds ``avg@k``, ``pass@k`` (both in 0 .. 1) and ``problems``; ``sources`` the same by prompt source.
-    ``truncated_ratio`` is the share of responses that the budget ended.
-    """
+    """The learner version ``step``, evaluated with ``k`` samples per problem."""
 
     step: int
     k: int
-    total: dict[str, Any]
-    sources: dict[str, dict[str, Any]]
+    total: dict[str, Any]  # ``avg@k``, ``pass@k`` (both in 0 .. 1) and ``problems``
+    sources: dict[str, dict[str, Any]]  # the same by prompt source
     response_len_mean: float
-    truncated_ratio: float
+    truncated_ratio: float  # share of responses that the budget ended
 
     def record(self) -> dict[str, Any]:
         """The line of ``evaluations.jsonl``."""
@@ -40,13 +36,8 @@ class Evaluation:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased probability that at least one of ``k`` samples is right, from ``c`` right ones among ``n``.
-
-    ``1 - C(n - c, k) / C(n, k)`` (Chen et al. 2021, arXiv:2107.03374, eq. 1).
-
-    Raises:
-        ValueError: unless ``0 <= c <= n`` and ``1 <= k <= n``.
-    """
+    """Unbiased probability that at least one of ``k`` samples is right, from ``c`` right ones among ``n``:
+    ``1 - C(n - c, k) / C(n, k)`` (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} from {c} correct of {n} samples: need 0 <= correct <= samples, 1 <= k <= samples")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)

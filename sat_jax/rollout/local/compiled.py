@@ -1,7 +1,4 @@
-"""The compiled half of the in-process engine: prefill a chunk, copy a prefix, decode a few tokens.
-
-Fixed shapes only.
-"""
+"""The compiled half of the in-process engine, in fixed shapes: prefill a chunk, copy a prefix, decode a few tokens."""
 
 from __future__ import annotations
 
@@ -132,8 +129,7 @@ def _prefill(
 
 def _copy_slots(cache: model.KVCache, source: jax.Array, target: jax.Array, count: jax.Array) -> model.KVCache:
     """Slot ``target[i]`` becomes a copy of slot ``source[i]``, both int32 [S], for ``i < count``: in place, one at a
-    time,
-    for a gather would hold a second cache."""
+    time, for a gather would hold a second cache."""
 
     def copy(i: jax.Array, cache: model.KVCache) -> model.KVCache:
         def one(x: jax.Array) -> jax.Array:

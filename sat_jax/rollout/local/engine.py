@@ -36,11 +36,9 @@ class Decoder(Protocol):
     """The part of a tokenizer that an engine needs: for the text of a response, stop strings and end-of-sequence."""
 
     @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response."""
+    def eos_ids(self) -> tuple[int, ...]: ...
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``."""
+    def decode(self, ids: Iterable[int]) -> str: ...
 
 
 class LocalEngine:
@@ -55,31 +53,19 @@ class LocalEngine:
     looks at another one.
 
     Args:
-        cfg: the model.
-        params: its weights; copied.
+        params: the weights; copied.
         tokenizer: for texts, stop strings and the tokens that end a response; without one, texts are empty and the
             model's configuration names those tokens.
-        version: the policy version of ``params``.
-        n_slots: responses decoded side by side.
-        max_len: longest prompt plus budget.
+        max_len: longest prompt plus budget. This and the sizes not named here: see ``EngineShape``.
         dtype: of weights and cache, ``float32`` or ``bfloat16``; log-probs are float32 in any case.
         decode_steps: most tokens per dispatch; weights are swapped and slots refilled between two of them.
-        prefill_rows: prompts prefilled side by side.
-        prefill_chunks: widths of a prefill chunk.
-        selection_noise: see ``EngineShape``; 0 in every honest run.
+        selection_noise: 0 in every honest run.
         options: of the forward pass; its placement is the mesh that the engine samples on, and its rules cut the copy
             of the weights: they need not be those of ``params``.
         support: record the tokens that every sampled one was drawn from, at most so many; every request then has a
             temperature above 0 and a ``top_k`` from 1 to this. 0: nothing is recorded.
         device: where the engine samples, if not on a mesh and not where ``params`` are: rollout and learner overlap
             only on devices of their own. New weights are brought over.
-
-    Attributes:
-        shape: everything that its programs are compiled for.
-
-    Raises:
-        ValueError: sizes below 1, a context longer than the model's, a support beyond ``MAX_SUPPORT`` or the
-            vocabulary, a device and a mesh.
     """
 
     def __init__(
@@ -148,11 +134,7 @@ class LocalEngine:
             return self._version if self._pending is None else self._pending[1]
 
     def update_weights(self, params: model.Params, version: int) -> None:
-        """See ``Engine``.
-
-        Raises:
-            ValueError: parameters of another structure or shape; the engine goes on with those it has.
-        """
+        """See ``Engine``; parameters of another structure or shape are a ``ValueError``."""
         if jax.tree.map(jnp.shape, params) != self._layout:
             raise ValueError(
                 "the new weights have another structure or other shapes than the engine's: same model only"
@@ -174,13 +156,7 @@ class LocalEngine:
                 leaf.delete()
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[Trajectory]:
-        """See ``Engine``. What has finished is handed out while the device is already at the next tokens.
-
-        Raises:
-            ValueError: an empty prompt or an id outside the vocabulary; prompt and budget beyond ``max_len``; stop
-                strings without a tokenizer.
-            RuntimeError: another ``generate`` is not finished.
-        """
+        """See ``Engine``. What has finished is handed out while the device is already at the next tokens."""
         if self._busy:
             raise RuntimeError("generate() is running already: one thread drives an engine")
         self._busy, source, more = True, iter(requests), True

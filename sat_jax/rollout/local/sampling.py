@@ -47,10 +47,8 @@ class RowParams:
 
 
 def support_logits(logits: jax.Array, rows: RowParams) -> jax.Array:
-    """Logits of the sampled distribution: divided by the temperature, ``-inf`` outside the support.
-
-    ``logits`` are float32 [S, V]; greedy rows (temperature 0) come back unchanged.
-    """
+    """Logits of the sampled distribution, float32 [S, V]: divided by the temperature, ``-inf`` outside the support;
+    greedy rows (temperature 0) come back unchanged."""
     greedy = rows.temperature <= 0
     scaled = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None]
     truncating = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
@@ -70,9 +68,7 @@ def least_likely_kept(likely: jax.Array, rows: RowParams) -> jax.Array:
     at least that mass: the tokens in front of which, in descending order, there is less than ``top_p``. At exact
     boundaries rounding must not decide, hence ``MASS_ROUNDING``.
 
-    Args:
-        likely: scaled logits [S, N], descending: of the whole vocabulary, or of its most likely tokens.
-        rows: settings.
+    ``likely`` are scaled logits [S, N], descending: of the whole vocabulary, or of its most likely tokens.
     """
     kth = jnp.take_along_axis(likely, jnp.clip(rows.top_k - 1, 0, likely.shape[1] - 1)[:, None], axis=-1)
     kept = (likely >= kth) | (rows.top_k == 0)[:, None]
@@ -86,14 +82,10 @@ def least_likely_kept(likely: jax.Array, rows: RowParams) -> jax.Array:
 
 
 def draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """int32 [S]: the token at quantile ``uniform`` of each distribution, by inverse CDF; never one of weight 0.
+    """int32 [S]: the token at quantile ``uniform [S]`` of each distribution, by inverse CDF; never one of weight 0.
 
     One random number a row instead of the Gumbel trick's V, and two short cumulative sums instead of a long one: exact
-    to float32, and cheap at V = 151,936.
-
-    Args:
-        weights: float32 [S, V]; probabilities, normalised or not.
-        uniform: float32 [S] in [0, 1).
+    to float32, and cheap at V = 151,936. The probabilities ``weights [S, V]`` need not be normalised.
     """
     S, V = weights.shape
     if V <= _FLAT_VOCABULARY:
@@ -134,12 +126,7 @@ def uniforms(seed: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def sample(logits: jax.Array, rows: RowParams, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Samples one token a row.
-
-    Args:
-        logits: [S, V], any float dtype; float32 from here on.
-        rows: settings [S].
-        uniform: float32 [S] in [0, 1), from ``uniforms``.
+    """Samples one token a row of ``logits [S, V]`` with ``uniforms``.
 
     Returns:
         tokens int32 [S] and their log-probs float32 [S], in nats, at the sampling temperature over the sampling support
@@ -189,11 +176,7 @@ def sample_recorded(
     Among tokens that tie with the ``top_k``-th, the lower ids are kept and the others are not sampled: what is recorded
     is what was sampled from, exactly.
 
-    Args:
-        logits: [S, V], any float dtype; float32 from here on.
-        rows: settings [S]; ``temperature`` above 0, ``top_k`` from 1 to ``size`` (0 stands for ``size``).
-        uniform: float32 [S] in [0, 1), from ``uniforms``.
-        size: most tokens of a support; at most V.
+    ``temperature`` has to be above 0, ``top_k`` from 1 to ``size`` (0 stands for ``size``), which is at most V.
 
     Returns:
         tokens int32 [S]; their log-probs float32 [S], in nats, at the sampling temperature over the support; supports

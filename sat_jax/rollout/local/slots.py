@@ -11,21 +11,14 @@ from sat_jax.types import NO_TOKEN, FinishReason, Trajectory
 
 
 class Records:
-    """Responses in flight. Arrays over positions count from the prompt's first token, as ``Batch`` does.
-
-    Attributes:
-        requests: per slot, or None where it is free.
-        tokens: int32 [S, M]; prompt, then response.
-        position: int32 [S]; of the newest token, which is fed next: keys and values lie below it.
-        active: bool [S]; False where the slot is free, or its response has ended and waits to be handed out.
-    """
+    """Responses in flight. Arrays over positions count from the prompt's first token, as ``Batch`` does."""
 
     def __init__(self, shape: EngineShape) -> None:
         S, M, L = shape.slots, shape.max_len, len(shape.cfg.moe_layers)
-        self.requests: list[Request | None] = [None] * S
-        self.tokens = np.zeros((S, M), np.int32)
-        self.position = np.zeros(S, np.int32)
-        self.active = np.zeros(S, bool)
+        self.requests: list[Request | None] = [None] * S  # None: the slot is free
+        self.tokens = np.zeros((S, M), np.int32)  # prompt, then response
+        self.position = np.zeros(S, np.int32)  # of the newest token, which is fed next: keys and values lie below it
+        self.active = np.zeros(S, bool)  # False: free, or the response has ended and waits to be handed out
         self._log_probs = np.zeros((S, M), np.float32)
         self._versions = np.zeros((S, M), np.int32)
         self._routes = np.zeros((S, M, L, shape.cfg.num_experts_per_tok), np.int16) if L else None
