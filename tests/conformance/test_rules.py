@@ -18,6 +18,8 @@ from sat_jax.testing.rules import around, compiled, sample_inputs
 from tests.helpers.kernel import kernel, same
 from tests.helpers.subjects import discovered, subjects
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", [name for name in subjects() if not name.startswith("rule-")])
 def test_every_loss_conforms(name: str) -> None:

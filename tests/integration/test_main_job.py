@@ -104,6 +104,7 @@ def test_engine_and_learner_agree_on_every_token_at_lag_0(finished: Path) -> Non
     assert np.abs(sample["log_ratio"]).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_and_another_does_not(finished: Path, tmp_path: Path) -> None:
     again, other = tmp_path / "again", tmp_path / "other"
     assert Trainer(tiny(), again).run() == 0
@@ -112,6 +113,7 @@ def test_a_seed_repeats_and_another_does_not(finished: Path, tmp_path: Path) -> 
     assert _metrics(other)[0] != _metrics(finished)[0]
 
 
+@pytest.mark.slow
 def test_threads_that_overlap_change_nothing(finished: Path, tmp_path: Path) -> None:
     config = replace(tiny(), rollout=replace(tiny().rollout, overlap=True))
     assert Trainer(config, tmp_path / "run").run() == 0
@@ -165,6 +167,7 @@ def test_a_crash_after_the_checkpoint_loses_nothing(
     assert json.loads((run / "resumes.jsonl").read_text())["step"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "lags"),
     [(synchronous(), [0, 0, 0, 0]), (batchwise(2), [0, 1, 2, 1])],
@@ -175,6 +178,7 @@ def test_the_other_scheduled_regimes(schedule: Schedule, lags: list[int], tmp_pa
     assert [line["async/staleness_mean"] for line in _metrics(tmp_path / "run")] == lags
 
 
+@pytest.mark.slow
 def test_a_batch_serves_several_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two updates of one group each: published, checkpointed and evaluated at batch ends, logged per update."""
     config = variant(
@@ -220,6 +224,7 @@ def test_free_running(tmp_path: Path) -> None:
     assert audit(read_ledger(tmp_path / "run" / "ledger.jsonl")).clean
 
 
+@pytest.mark.slow
 def test_another_surrogate_unit_denominator_mask_and_weight(tmp_path: Path) -> None:
     """What the other methods of Table 1 are made of, in one run, without routing replay and in micro-batches."""
     config = variant(
@@ -236,6 +241,7 @@ def test_another_surrogate_unit_denominator_mask_and_weight(tmp_path: Path) -> N
     assert last["train/keep_fraction"] < 1
 
 
+@pytest.mark.slow
 def test_routing_replay_undoes_an_engine_that_selects_other_experts(tmp_path: Path) -> None:
     """Only the selection is perturbed: with the recorded experts learner and engine agree at lag 0, without they do
     not."""
@@ -287,6 +293,7 @@ def test_waiting_groups_are_checked_against_what_a_resume_changes(
     assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_second_process_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
 

@@ -17,6 +17,8 @@ from sat_jax.losses import LossConfig
 from sat_jax.testing.rules import sample_inputs
 from tests.helpers import ROOT
 
+pytestmark = pytest.mark.slow
+
 # The example that docs/rules.md shows, as it stands there.
 (RULE,) = re.findall(r"```python\n(# huber\.py\n.*?)```", (ROOT / "docs" / "rules.md").read_text(), flags=re.DOTALL)
 CONFIG = """

@@ -17,6 +17,8 @@ from sat_jax.data.tokenizer import Tokenizer
 from sat_jax.training import build
 from tests.helpers import DATA
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINT = DATA / "model" / "moe_top4_norm"
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -17,6 +17,8 @@ from sat_jax import hub, losses, model
 from sat_jax.losses import LossConfig, LossInputs, Ppo, Tis
 from tests.helpers import DATA
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINT = DATA / "model" / "moe_top4_norm"
 AUX_COEFFICIENT = 0.001  # router_aux_loss_coef in the checkpoint's config.json
 

@@ -13,6 +13,8 @@ import pytest
 from sat_jax import losses
 from tests.helpers import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def example() -> ModuleType:
     path = ROOT / "examples" / "tunix_sat.py"

@@ -15,6 +15,8 @@ from sat_jax import hub, load_policy, model
 from sat_jax.hub.upcycle import upcycle, upcycled_config
 from tests.helpers.models import CHECKPOINTS, LLAMA, MOE, PLAIN_LLAMA, agreement, init, run
 
+pytestmark = pytest.mark.slow
+
 QWEN = dataclasses.replace(
     LLAMA, model_type="qwen3", mlp_bias=False, tie_word_embeddings=False, eos_token_id=(3,), pad_token_id=0
 )

@@ -13,6 +13,8 @@ from sat_jax.cli.losses import geometry, inspect, methods
 from sat_jax.inspection.batch import Settings
 from sat_jax.inspection.geometry import curve
 
+pytestmark = pytest.mark.slow
+
 D = np.array([[0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.15, 9.0]])
 
 

@@ -18,6 +18,7 @@ from tests.helpers.kernel import kernel, same
 from tests.helpers.subjects import subjects
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rule-ppo", "rule-kpop", "rule-sat", "sat-gspo"])
 def test_float32_stays_float32_where_float64_is_switched_on(name: str) -> None:
     config, inputs = subjects()[name], batch()
@@ -36,6 +37,7 @@ def test_a_float64_array_beside_float32_log_probs_is_narrowed() -> None:
     same(found, compiled(config)(inputs))
 
 
+@pytest.mark.slow
 def test_float64_log_probs_are_refused_or_left_to_the_reference() -> None:
     config = losses.method("sat-grpo")
     with jax.enable_x64(True):
@@ -56,6 +58,7 @@ def test_any_shape(name: str, shape: tuple[int, int]) -> None:
     same(kernel(config)(inputs), compiled(config)(inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sat-grpo", "sat-gspo"])
 def test_packed_scored_and_masked(name: str) -> None:
     config = losses.method(name)
@@ -81,6 +84,7 @@ def test_order_statistic(shape: tuple[int, int]) -> None:
     assert kernels.order_statistic(x, mask, jnp.uint32(0), interpret=True) == 0
 
 
+@pytest.mark.slow
 def test_no_races_on_a_simulated_tpu() -> None:
     """The TPU interpreter executes memory traffic as a chip would and watches every access."""
     params = pltpu.InterpretParams(detect_races=True)

@@ -8,12 +8,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from sat_jax import learner, losses, model
 from sat_jax.data.batching import make_batch
 from sat_jax.data.records import Routes
 from sat_jax.types import Batch, Group, Prompt, Trajectory
 from tests.unit.learner.test_step import CONFIG, _spec
+
+pytestmark = pytest.mark.slow
 
 LENGTHS = ((2, 6), (3, 2), (1, 4), (4, 3), (2, 2), (3, 5), (1, 1), (2, 3))
 ROUTES = Routes(len(CONFIG.moe_layers), CONFIG.num_experts_per_tok, CONFIG.num_experts)

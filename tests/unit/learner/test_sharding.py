@@ -10,6 +10,8 @@ from sat_jax import learner
 from tests.helpers.devices import report_of
 from tests.unit.learner.test_step import _spec
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:

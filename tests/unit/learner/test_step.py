@@ -123,6 +123,7 @@ def test_rows_come_back_in_their_order(params: Any, batch: Batch) -> None:
         jax.eval_shape(partial(step.score, _spec(micro_batches=5)), params, batch)
 
 
+@pytest.mark.slow
 def test_replayed_experts_decide_and_their_agreement_is_reported(params: Any, batch: Batch) -> None:
     native = model.forward(params, CONFIG, batch.tokens, batch.segment_ids, batch.positions).router.indices
     same = batch.replace(routed_experts=native)  # type: ignore[attr-defined]
@@ -195,6 +196,7 @@ def _with_supports(batch: Batch) -> Batch:
     return changed
 
 
+@pytest.mark.slow
 def test_supports_are_replayed_by_every_pass(params: Any, batch: Batch) -> None:
     """At the weights that sampled, over the supports that were sampled from, every ratio is 1 and no clip acts; one
     micro-batch is four."""

@@ -12,6 +12,8 @@ import pytest
 from sat_jax import losses
 from sat_jax.losses import LossConfig, LossInputs
 
+pytestmark = pytest.mark.slow
+
 SAT = ("sat-grpo", "sat-gspo")
 
 

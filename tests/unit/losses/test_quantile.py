@@ -17,6 +17,8 @@ from sat_jax import losses
 from sat_jax.losses import LossConfig, LossInputs, Ppo, Sat
 from sat_jax.losses.quantile import by_bisection, by_histogram, decimal_digits, order_statistic, rank_from_alpha
 
+pytestmark = pytest.mark.slow
+
 ALPHAS = (0.9, 0.95, 0.5, 0.1, 0.999, 0.07, 1e-05, 0.123456789, 0.3)
 COUNTS = (0, 1, 2, 3, 9, 10, 11, 20, 99, 100, 101, 262_144, 2**24 + 1, 2**31 - 1, 2**31)
 

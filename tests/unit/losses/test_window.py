@@ -13,6 +13,8 @@ from sat_jax import losses
 from sat_jax.inspection.geometry import curve
 from sat_jax.losses.window import NOISE, edges, window
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("q", "state", "says"),

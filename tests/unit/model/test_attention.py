@@ -7,6 +7,8 @@ import pytest
 
 from sat_jax.model.attention import attend, self_attention
 
+pytestmark = pytest.mark.slow
+
 B, H, KV, h = 2, 4, 2, 8
 
 

@@ -10,6 +10,8 @@ import pytest
 from sat_jax import model
 from tests.helpers.models import DEFAULT, LLAMA, MIXED, MOE, agreement, init, run
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.default_rng(0)
 TOKENS = jnp.asarray(RNG.integers(0, MOE.vocab_size, (2, 10)), jnp.int32)
 

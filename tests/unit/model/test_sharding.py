@@ -10,6 +10,8 @@ from tests.helpers.models import MOE
 
 from .sharded_main import CASES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def report():

@@ -18,6 +18,8 @@ from sat_jax.runs.reader import Run, read_run
 from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import make_run, write_config
 
+pytestmark = pytest.mark.slow
+
 
 def drawn(title: str, runs: list[Run]) -> Figure:
     (panel,) = [panel for panel in PANELS if panel.title == title]

@@ -16,6 +16,8 @@ from sat_jax.runs.reader import Run, read_run
 from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import make_run, write_config
 
+pytestmark = pytest.mark.slow
+
 VOID = {"meta", "input", "br", "path", "use", "rect", "link", "img"}
 
 

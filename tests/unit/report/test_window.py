@@ -19,6 +19,8 @@ from sat_jax.runs import read_run
 from sat_jax.runs.writer import MetricsWriter
 from tests.helpers.synthetic_run import write_config
 
+pytestmark = pytest.mark.slow
+
 LOW, HIGH = edges(0.2, 0.2)
 
 

@@ -273,6 +273,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(engine, params)
     np.testing.assert_allclose(t.log_probs, score(params, t)[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_selection_noise_is_undone_by_replay_and_only_by_replay(params):
     engine = LocalEngine(CFG, params, selection_noise=0.5, **LEAN)
     requests = [request(f"r{n}", n, seed=n) for n in (1, 5, 9)]
@@ -290,6 +291,7 @@ def test_selection_noise_is_undone_by_replay_and_only_by_replay(params):
         assert_same(t, again[t.request_id])
 
 
+@pytest.mark.slow
 def test_bfloat16_engine_reports_float32_log_probs_of_its_own_distribution(params):
     engine = LocalEngine(CFG, params, dtype="bfloat16", **LEAN)
     (t,) = engine.generate([request("a")])
@@ -392,6 +394,7 @@ def test_greedy_decoding_matches_the_golden_checkpoints(name, split, monkeypatch
         np.testing.assert_allclose(t.log_probs, golden["new_logprobs"][i, :n], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_layers_of_a_large_policy_are_unrolled_and_compute_the_same():
     large = dataclasses.replace(CFG, hidden_size=128, moe_intermediate_size=192, initializer_range=0.1)
     params = model.init_params(jax.random.key(0), large, dtype="float32")
@@ -408,5 +411,6 @@ def test_layers_of_a_large_policy_are_unrolled_and_compute_the_same():
         np.testing.assert_array_equal(t.routed_experts, routes)
 
 
+@pytest.mark.slow
 def test_the_engine_samples_on_a_device_of_its_own_or_on_a_mesh():
     assert report_of("tests.unit.rollout.local.two_devices_main", devices=2) == "same"
