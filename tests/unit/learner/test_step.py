@@ -86,6 +86,7 @@ def _log_probs(spec: LearnerSpec, params: Any, batch: Batch) -> np.ndarray:
     return np.asarray(_jitted(learner.score, spec)(params, batch).log_probs)
 
 
+@pytest.mark.slow
 def test_four_micro_batches_are_one(params: Any, batch: Batch) -> None:
     one, metrics_one = _step(_spec(), params, batch)
     four, metrics_four = _step(_spec(micro_batches=4), params, batch)
@@ -98,6 +99,7 @@ def test_four_micro_batches_are_one(params: Any, batch: Batch) -> None:
     assert int(one.step) == int(four.step) == 4
 
 
+@pytest.mark.slow
 def test_gates_of_micro_batches_are_those_of_the_whole_batch(params: Any, batch: Batch) -> None:
     """Given the same log-probs, quantile, gates and loss are the same bits however the rows are split."""
     spec = _spec()

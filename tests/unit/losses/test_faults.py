@@ -20,6 +20,8 @@ from sat_jax.losses.rules.kpop import bernoulli_kl
 from sat_jax.model.head import token_log_probs
 from sat_jax.training.evaluation import pass_at_k
 
+pytestmark = pytest.mark.slow
+
 # On-policy REINFORCE with advantage -x has per-token loss x: it hands any numbers to the aggregation.
 MODES = {
     "token-mean": LossConfig(rules=(Unclipped(),), loss_agg_mode="token-mean"),

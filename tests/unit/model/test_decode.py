@@ -10,6 +10,8 @@ import pytest
 from sat_jax import model
 from tests.helpers.models import CHECKPOINTS, LLAMA, MIXED, MOE, init, load, run
 
+pytestmark = pytest.mark.slow
+
 S, T, M = 3, 9, 12
 
 

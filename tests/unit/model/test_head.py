@@ -14,6 +14,8 @@ from sat_jax.rollout.local.sampling import RowParams, sample_recorded, uniforms
 from sat_jax.types import MIN_TEMPERATURE, NO_TOKEN
 from tests.helpers.models import LLAMA, MOE
 
+pytestmark = pytest.mark.slow
+
 B, T, V, D = 3, 9, MOE.vocab_size, MOE.hidden_size
 
 

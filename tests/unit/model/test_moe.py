@@ -11,6 +11,8 @@ from sat_jax import model
 from sat_jax.model import experts as experts_of
 from sat_jax.model import moe
 
+pytestmark = pytest.mark.slow
+
 CFG = model.ModelConfig(
     model_type="qwen3_moe",
     vocab_size=8,
